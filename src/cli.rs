@@ -1,16 +1,18 @@
-//! The command line: modes as data, and beside them the commands for people.
+//! The command line: modes and client commands as data.
 //!
-//! `--mode NAME [flags]`, `--mode=NAME [flags]` and `NAME [flags]` mean the same. [`rewrite`] turns
-//! the first two into the third, and from there on a mode is a subcommand like any other, with its
-//! own flags and its own help. It is also where the name of the program selects a mode, for those whose callers
-//! dictate the command line, and where such a line is brought into the form that this program has.
+//! `--mode NAME [flags]`, `--mode=NAME [flags]` and `NAME [flags]` are equivalent: [`rewrite`]
+//! turns the first two into the third, so that a mode is a subcommand with its own flags and help.
+//! `rewrite` also selects a mode by the name of the program, for callers with a fixed command line,
+//! and adapts such a command line to this program.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 
 use crate::telemetry::klog;
 #[cfg(test)]
@@ -23,12 +25,20 @@ use crate::{
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
        csi-loopback <MODE | COMMAND> [FLAGS]";
 
-/// A CSI driver whose changed block tracking is real, and commands to look at it.
+const EXAMPLES: &str = "Examples:
+  csi-loopback --mode driver
+  csi-loopback volume create data --size 10Gi
+  csi-loopback snapshot create monday --volume data
+  csi-loopback snapshot delta monday tuesday
+  csi-loopback completions bash >/etc/bash_completion.d/csi-loopback";
+
+/// CSI driver with changed block tracking, Kubernetes components, and client commands
 #[derive(Debug, Parser)]
 #[command(
     name = "csi-loopback",
     version = env!("CSI_LOOPBACK_VERSION"),
     override_usage = USAGE,
+    after_help = EXAMPLES,
     subcommand_required = true,
     arg_required_else_help = true,
     subcommand_value_name = "MODE | COMMAND",
@@ -48,34 +58,54 @@ enum Command {
     Client(Box<client::Command>),
     #[command(flatten)]
     Backup(Box<backup::Command>),
+    #[command(flatten)]
+    Tool(Tool),
 }
 
-/// The long-running roles.
+/// The long-running modes.
 #[derive(Debug, Subcommand)]
 enum Mode {
-    /// Mode: the CSI driver on a unix socket.
+    /// Mode: serve CSI on a unix socket
     Driver(Box<driver::Args>),
-    /// Mode: thaws filesystems that a driver froze for a snapshot if the driver is killed.
+    /// Mode: thaw filesystems if the driver is killed while it takes a snapshot
     FreezeGuard(Box<freeze_guard::Args>),
-    /// Mode: the Kubernetes SnapshotMetadata API over TLS, in front of a CSI driver.
+    /// Mode: serve the Kubernetes SnapshotMetadata API over TLS, in front of a CSI driver
     Sidecar(Box<sidecar::Args>),
-    /// Mode: the webhook and the controller of snapshot sessions, for all CSI drivers of a cluster.
+    /// Mode: run the webhook and the controller of snapshot sessions
     SessionManager(Box<session_manager::Args>),
-    /// Mode: the aggregated API server of VolumeSnapshotDelta, for all CSI drivers of a cluster.
+    /// Mode: serve VolumeSnapshotDelta as an aggregated API server
     AggregatedApi(Box<aggregated_api::Args>),
-    /// Mode: the webhooks for pods with inline volumes of a driver.
+    /// Mode: run the webhooks for pods with inline volumes
     Admission(Box<admission::Args>),
-    /// Mode: crust_ops, between a CSI driver and the container runtimes that mount in its place.
+    /// Mode: serve crust_ops, for volumes that a container runtime mounts
     RuntimeOps(Box<runtime_ops::Args>),
-    /// Mode: between kubelet and a CSI driver, what runtime assisted mounting asks of kubelet.
+    /// Mode: forward CSI calls of kubelet and add the fields of runtime assisted mounting
     NodeProxy(Box<node_proxy::Args>),
-    /// Mode: an OCI runtime in front of another, which mounts what was left to it.
+    /// Mode: mount deferred volumes as an OCI runtime, then call runc
     OciRuntime(Box<oci_runtime::Args>),
 }
 
+/// Commands about this program.
+#[derive(Debug, Subcommand)]
+enum Tool {
+    /// Print a completion script for a shell
+    #[command(after_help = "Example:
+  csi-loopback completions zsh >~/.zfunc/_csi-loopback")]
+    Completions {
+        /// Shell
+        shell: Shell,
+    },
+    /// Write a man page for each command to a directory
+    #[command(after_help = "Example:
+  csi-loopback man /usr/local/share/man/man1")]
+    Man {
+        /// Directory; created if it is missing
+        directory: PathBuf,
+    },
+}
+
 impl Cli {
-    /// Parses a whole command line. On an error, and for `--help` and `--version`, prints what is to
-    /// be said and exits.
+    /// Parses a whole command line. Prints and exits on an error, and for `--help` and `--version`.
     pub fn parse_or_exit(arguments: impl Iterator<Item = OsString>) -> Self {
         Self::parse_line(arguments).unwrap_or_else(|error| error.exit())
     }
@@ -84,7 +114,7 @@ impl Cli {
         Self::try_parse_from(rewrite(arguments.collect())?)
     }
 
-    /// Runs to the end and returns the exit code of the process.
+    /// Runs the mode or command and returns the exit code of the process.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Mode(Mode::Driver(args)) => driver::run(*args),
@@ -98,25 +128,41 @@ impl Cli {
             Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args),
             Command::Client(command) => client::run(*command),
             Command::Backup(command) => backup::run(*command),
+            Command::Tool(Tool::Completions { shell }) => completions(shell),
+            Command::Tool(Tool::Man { directory }) => man(&directory),
         }
     }
 }
 
-/// Programs that this one can stand in for, and their modes.
+/// Writes the script to memory first: a reader that is gone is no panic then.
+fn completions(shell: Shell) -> anyhow::Result<ExitCode> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "csi-loopback", &mut script);
+    client::print_text(&script)
+}
+
+fn man(directory: &Path) -> anyhow::Result<ExitCode> {
+    let named = || format!("write man pages to {}", directory.display());
+    std::fs::create_dir_all(directory).with_context(named)?;
+    clap_mangen::generate_to(Cli::command(), directory).with_context(named)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Programs that this one can replace, and their modes.
 const NAMES: [(&str, &str); 2] =
     [("csi-snapshot-metadata", SIDECAR), (oci_runtime::PROGRAM, OCI_RUNTIME)];
-/// Whose arguments are another program's, all of them.
+/// All its arguments belong to another program.
 const OCI_RUNTIME: &str = "oci-runtime";
-/// Whose flags are also taken as Go programs write them: its predecessor was one.
+/// It accepts flags in the style of Go programs, because it replaces one.
 const SIDECAR: &str = "sidecar";
 
-/// Puts the mode first, where a subcommand stands: the one that the program's name selects, or that `--mode`
-/// names. A line that begins with a command is left as it is: what follows are that command's own flags.
+/// Moves the mode to the front, where a subcommand belongs: the mode that the program's name or
+/// `--mode` selects. A line that begins with a command is not changed.
 pub(crate) fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     let mut line = by_name(line).or_else(mode_first)?;
     if line.get(1).is_some_and(|mode| mode == SIDECAR) {
         let flags = line.split_off(2);
-        // What is no text is no flag, and is left to be refused.
+        // Arguments that are not UTF-8 cannot be flags; clap refuses them.
         let texts: Option<Vec<String>> =
             flags.iter().map(|flag| flag.to_str().map(str::to_owned)).collect();
         match texts {
@@ -129,7 +175,7 @@ pub(crate) fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error>
     Ok(line)
 }
 
-/// The line with the mode that the program's name selects, or else the line as it is.
+/// The line with the mode that the program's name selects, or the unchanged line as an error.
 fn by_name(mut line: Vec<OsString>) -> Result<Vec<OsString>, Vec<OsString>> {
     let program = line.first().and_then(|path| Path::new(path).file_name());
     let mode = NAMES.iter().find(|(name, _)| program.is_some_and(|program| program == *name));
@@ -147,7 +193,7 @@ fn by_name(mut line: Vec<OsString>) -> Result<Vec<OsString>, Vec<OsString>> {
 
 fn mode_first(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     let begins_with_flag = line.get(1).is_some_and(|first| text(first).starts_with('-'));
-    // The program's name is no flag, whatever it looks like.
+    // The program's name may look like a flag.
     let arguments = line.iter().enumerate().skip(1);
     let mut flags = arguments.take_while(|(_, argument)| *argument != "--");
     let flag = flags.find(|(_, argument)| is_mode_flag(argument)).map(|(at, _)| at);
@@ -201,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mode_is_named_in_three_ways_that_mean_the_same() {
+    fn the_three_ways_to_select_a_mode_are_equivalent() {
         let lines = [
             "csi-loopback driver --node-id n1 --endpoint /run/x.sock",
             "csi-loopback --mode driver --node-id n1 --endpoint /run/x.sock",
@@ -218,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_another_runtimes_is_passed_on_as_it_is() {
+    fn arguments_of_the_other_runtime_pass_unchanged() {
         for rest in
             ["", "--version", "--help", "-- x", "exec id -- ls", "--mode driver", "--root=/a -h"]
         {
@@ -232,9 +278,9 @@ mod tests {
         }
     }
 
-    /// Copies of their arguments.
+    /// Copies from the manifests of the released sidecar.
     #[test]
-    fn the_arguments_of_the_released_sidecars_manifests_start_this_one() {
+    fn arguments_of_the_released_sidecar_are_accepted() {
         for rest in [
             "--csi-address=/csi/csi.sock --tls-cert=/tmp/certificates/tls.crt --tls-key=/tmp/certificates/tls.key",
             "--csi-address=/csi/csi.sock --tls-cert=/c --tls-key=/k --audience=test-backup-client",
@@ -250,8 +296,9 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_mode_is_an_error_that_lists_the_modes() {
-        for line in ["c --mode drivel", "c --mode=volume", "c --mode", "c --mode="] {
+    fn an_unknown_mode_error_lists_the_modes() {
+        for line in ["c --mode drivel", "c --mode=volume", "c --mode", "c --mode=", "c --mode man"]
+        {
             let message = error(line);
             assert!(message.contains("the modes are: driver"), "{line}: {message}");
         }
@@ -281,7 +328,7 @@ mod tests {
         );
     }
 
-    /// What the pages say of a mode's flags: its own, and those that it refers to.
+    /// The pages that document the flags of a mode, and those that they refer to.
     fn pages(mode: &str) -> Vec<&'static str> {
         let sidecar = include_str!("../docs/reference/sidecar.md");
         let aggregated = include_str!("../docs/reference/aggregated-api.md");
@@ -295,7 +342,7 @@ mod tests {
             "admission" => vec![include_str!("../docs/reference/inline-volumes.md"), sidecar],
             "runtime-ops" => vec![include_str!("../docs/reference/runtime-assisted-mount.md")],
             "node-proxy" => vec![include_str!("../docs/reference/node-proxy.md")],
-            // It has the other runtime's.
+            // Its arguments belong to the other runtime.
             "oci-runtime" => vec![],
             _ => panic!("{mode} has no page"),
         }
@@ -309,24 +356,25 @@ mod tests {
             let lines: Vec<&str> = pages.iter().flat_map(|page| page.lines()).collect();
             let shown = mode.get_arguments().filter(|argument| !argument.is_hide_set());
             for argument in shown.filter(|_| !pages.is_empty()) {
-                // Fail points are in nothing that ships.
+                // Release builds have no fail points.
                 let flag = argument.get_long().filter(|flag| *flag != "fail-points");
                 let Some(flag) = flag.map(|flag| format!("--{flag}")) else { continue };
-                let told: Vec<&&str> = lines.iter().filter(|line| line.contains(&flag)).collect();
-                assert!(!told.is_empty(), "{}: {flag}", mode.get_name());
-                // The node's name is the machine's, and what is off is off.
+                let documented: Vec<&&str> =
+                    lines.iter().filter(|line| line.contains(&flag)).collect();
+                assert!(!documented.is_empty(), "{}: {flag}", mode.get_name());
+                // The node's name depends on the machine, and flags that are off need no default.
                 let defaults = argument.get_default_values().iter();
                 let defaults = defaults.map(|default| default.to_str().unwrap());
                 let is_own = flag == "--node-id";
                 for default in defaults.filter(|default| !is_own && *default != "false") {
-                    let is_told = told.iter().any(|line| line.contains(default));
-                    assert!(is_told, "{}: {flag} is {default}", mode.get_name());
+                    let is_documented = documented.iter().any(|line| line.contains(default));
+                    assert!(is_documented, "{}: {flag} is {default}", mode.get_name());
                 }
             }
         }
     }
 
-    /// What stands under each heading of a mode's help.
+    /// The flags under each heading of the help of a mode.
     #[test]
     fn each_flag_is_under_its_own_heading() {
         let ids = |command: clap::Command| -> Vec<String> {
@@ -343,7 +391,7 @@ mod tests {
         ];
         let modes = Mode::augment_subcommands(clap::Command::new("modes"));
         for mode in modes.get_subcommands() {
-            // A group of another mode may have a flag of the same name.
+            // Groups of different modes may have flags of the same name.
             let of_role = |id: &str| groups[0].1.iter().any(|one| one == id);
             let has_role = mode.get_arguments().any(|one| one.get_id() == "drain_timeout");
             for argument in mode.get_arguments() {
@@ -357,7 +405,75 @@ mod tests {
     }
 
     #[test]
-    fn the_version_is_that_of_the_package() {
+    fn the_version_is_the_version_of_the_package() {
         assert!(error("csi-loopback --version").contains(env!("CARGO_PKG_VERSION")));
+    }
+
+    /// The commands without the modes, each with its name, such as `volume create`.
+    fn leaves() -> Vec<(String, clap::Command)> {
+        fn descend(command: &clap::Command, path: &str, leaves: &mut Vec<(String, clap::Command)>) {
+            let path = format!("{path} {}", command.get_name());
+            match command.has_subcommands() {
+                true => command.get_subcommands().for_each(|one| descend(one, &path, leaves)),
+                false => leaves.push((path.trim().to_owned(), command.clone())),
+            }
+        }
+        let modes = mode_names();
+        let cli = Cli::command();
+        let mut leaves = Vec::new();
+        let is_mode = |command: &clap::Command| modes.iter().any(|mode| mode == command.get_name());
+        let commands = cli.get_subcommands().filter(|command| !is_mode(command));
+        commands.for_each(|command| descend(command, "", &mut leaves));
+        leaves
+    }
+
+    fn examples(command: &clap::Command) -> String {
+        command.get_after_help().map(ToString::to_string).unwrap_or_default()
+    }
+
+    #[test]
+    fn every_command_is_documented_and_has_an_example() {
+        let page = include_str!("../docs/reference/commands.md");
+        for (name, command) in leaves() {
+            assert!(page.contains(&format!("`{name}`")), "{name} is not in commands.md");
+            let (help, example) = (examples(&command), format!("  csi-loopback {name}"));
+            assert!(help.starts_with("Example") && help.contains(&example), "{name}: {help}");
+        }
+    }
+
+    #[test]
+    fn every_example_in_the_help_is_a_valid_command_line() {
+        for (_, command) in leaves() {
+            for line in examples(&command).lines().filter_map(|line| line.strip_prefix("  ")) {
+                let line = line.split_once(" >").map_or(line, |(line, _)| line);
+                parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+            }
+        }
+    }
+
+    #[test]
+    fn every_help_text_is_one_line_without_a_full_stop() {
+        for (name, command) in leaves() {
+            let texts = command.get_arguments().map(|one| (one.get_id().as_str(), one.get_help()));
+            let about = [("about", command.get_about())];
+            for (id, text) in texts.chain(about) {
+                let text = text.map(ToString::to_string).unwrap_or_default();
+                let is_line = !text.is_empty() && !text.contains('\n') && !text.ends_with('.');
+                assert!(is_line && text.chars().count() <= 90, "{name} {id}: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn completions_and_man_pages_cover_the_commands() {
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "csi-loopback", &mut script);
+            assert!(String::from_utf8(script).unwrap().contains("starting-offset"), "{shell}");
+        }
+        let directory = tempfile::tempdir().unwrap();
+        man(&directory.path().join("man1")).unwrap();
+        let page = directory.path().join("man1/csi-loopback-snapshot-delta.1");
+        assert!(std::fs::read_to_string(page).unwrap().contains("limit\\-rows"));
     }
 }

@@ -11,7 +11,7 @@ fn main() -> ExitCode {
     match Cli::parse_or_exit(std::env::args_os()).run() {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("csi-loopback: {error:#}");
+            eprintln!("csi-loopback: {}", csi_loopback::client::describe(&error));
             ExitCode::FAILURE
         }
     }

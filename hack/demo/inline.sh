@@ -46,9 +46,9 @@ rejected "--inline-max-size" publish pod2-scratch --attribute size=1Gi
 rejected "colour" publish pod2-scratch --attribute colour=red
 publish pod2-scratch --attribute size=64Mi
 rejected "--inline-max-volumes" publish pod3-scratch
-say "unpublishing all volumes, which deletes them; repeated calls succeed"
+say "unpublishing all volumes, which deletes them; --if-published accepts a repetition"
 for volume in pod1-scratch pod1-settings pod2-scratch pod1-scratch; do
-    run "$driver" volume inline unpublish "$volume" --target "$(target "$volume")"
+    run "$driver" volume inline unpublish "$volume" --target "$(target "$volume")" --if-published
 done
 stop driver
 show pool check --data-dir "$tmp/data"

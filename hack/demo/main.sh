@@ -57,6 +57,8 @@ say "listing the allocated blocks of A"
 show snapshot allocated A --limit-rows 5
 say "listing the blocks that changed from A to B"
 show snapshot delta A B --limit-rows 5
+say "drawing them"
+show snapshot map A B
 say "verifying the delta: comparing every byte of both snapshots"
 show snapshot verify A B
 say "backing up B: what changed since A"

@@ -189,8 +189,8 @@ publish_volume() { # publish_volume MODE...: stages $volume and publishes it at 
 remove_volume() { # deletes $volume and its snapshots through the driver
     local snapshot
     say "removing the volume and its snapshots"
-    run "$driver" volume unpublish "$volume" --target "$tmp/target"
-    run "$driver" volume unstage "$volume" --staging "$tmp/staging"
+    run "$driver" volume unpublish "$volume" --target "$tmp/target" --if-published
+    run "$driver" volume unstage "$volume" --staging "$tmp/staging" --if-staged
     for snapshot in $("$driver" snapshot list --output json | jq -r '.[].id'); do
         run "$driver" snapshot delete "$snapshot"
     done

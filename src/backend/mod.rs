@@ -25,6 +25,7 @@ pub(crate) mod catalog;
 pub mod check;
 mod command;
 mod deferral;
+mod details;
 mod direct;
 pub mod error;
 pub mod extents;
@@ -74,6 +75,7 @@ use pool::{Directory, ImageChoice, Pool};
 use store::Store;
 
 pub use base::{Base, BaseFilter};
+pub use details::VolumeDetails;
 pub use error::{Error, Kind, Result};
 pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
@@ -208,7 +210,24 @@ impl Backend {
             room: pool.room()?,
             block_size: pool::filesystem_block_size(pool.root())?,
             image,
+            capacity: volume::room(&self.store)?,
+            overcommit: self.store.config.overcommit,
+            condition: health::of_pool(&self.store)?,
         })
+    }
+
+    /// A volume and its use on this node.
+    pub fn volume_details(&self, id: &str) -> Result<VolumeDetails> {
+        self.on_pool(|store| details::of_volume(store, id))
+    }
+
+    /// Up to `max` inline volumes after the handle `after`, each with its condition.
+    pub fn inline_volumes(
+        &self,
+        after: Option<&str>,
+        max: usize,
+    ) -> Result<Page<(Inline, Condition)>> {
+        self.on_pool(|store| details::inline_volumes(store, after, max))
     }
 
     /// Grows the image of an image pool to `size` bytes while volumes are attached. Idempotent.

@@ -579,4 +579,6 @@ pub struct Capacity {
     /// The largest volume that CreateVolume accepts now, including overcommit.
     pub maximum_volume: u64,
     pub minimum_volume: u64,
+    /// The capacities of all volumes together, inline volumes in the pool included.
+    pub provisioned: u64,
 }

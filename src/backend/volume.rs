@@ -360,6 +360,7 @@ pub fn room(store: &Store) -> Result<Capacity> {
         available,
         maximum_volume: maximum.min(store.max_volume_bytes) / BLOCK_SIZE * BLOCK_SIZE,
         minimum_volume: MIN_VOLUME_BYTES,
+        provisioned,
     })
 }
 

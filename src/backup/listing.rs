@@ -96,7 +96,7 @@ impl Resuming {
         while self.answer.is_none() {
             let offset = progress.end.max(self.from);
             let window = Window { starting_offset: i64::try_from(offset)?, max_results: 0 };
-            match Driver::ask(&self.connection, self.query.clone(), window).await {
+            match Driver::request(&self.connection, self.query.clone(), window).await {
                 Ok(answer) => self.answer = Some(answer),
                 Err(status) => self.wait(status, progress).await?,
             }
@@ -147,7 +147,7 @@ impl Source for Resuming {
             }
         }
         self.connect(progress).await?;
-        Ok(Some(Part::Anew))
+        Ok(Some(Part::Restart))
     }
 }
 

@@ -59,9 +59,6 @@ pub enum Command {
     Restore(RestoreArgs),
 }
 
-/// A backup takes as long as its data.
-const UNLIMITED: Duration = Duration::from_secs(365 * 86_400);
-
 /// Runs one command. Exit codes: 0 done; 1 an error, or damage that `verify` or `list` found.
 ///
 /// # Errors
@@ -79,7 +76,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
 
 async fn backup(args: BackupArgs) -> Result<ExitCode> {
     let BackupArgs { options, command } = args;
-    let stop = Stop::listen(UNLIMITED)?;
+    let stop = Stop::listen(&options.per_call())?;
     match command {
         BackupCommand::Create { snapshot, repository, base, group } => {
             let base = base.unwrap_or(BaseChoice::None);
@@ -87,7 +84,7 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
         }
         BackupCommand::List { repository, volume } => {
             let inventory = open(&repository, false).await?.inventory().await?;
-            show::list(&inventory, volume.as_deref(), options.output)?;
+            show::list(&inventory, volume.as_deref(), options.print.output)?;
             Ok(warn_of_damage(&inventory))
         }
         BackupCommand::Show { backup, repository } => {
@@ -175,7 +172,7 @@ async fn create_command(
     let entry = |one: &Created| Entry::new(&one.manifest, &inventory);
     let entries: Vec<Entry> = created.iter().map(entry).collect();
     let texts = created.iter().zip(&entries).map(|(one, entry)| created_text(one, entry, time));
-    print_all(options.output, &entries, is_group, texts.collect())?;
+    print_all(options.print.output, &entries, is_group, texts.collect())?;
     created.into_iter().try_for_each(|one| one.cleaned)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -217,7 +214,7 @@ async fn show_command(
     if let (Some(fields), Ok(ids)) = (value.as_object_mut(), &chain_ids) {
         fields.insert("chain".to_owned(), json!(ids));
     }
-    print(options.output, &value, || match &chain_ids {
+    print(options.print.output, &value, || match &chain_ids {
         Ok(ids) => entry.facts([("chain", ids.join(", "))]),
         Err(_) => entry.facts([]),
     })?;
@@ -260,7 +257,7 @@ async fn verify_command(
     let value = json!({
         "backups": backups, "chunks": chunks, "stored_bytes": stored_bytes, "problems": problems,
     });
-    print(options.output, &value, || {
+    print(options.print.output, &value, || {
         let result = match problems.len() {
             0 => "no damage found".to_owned(),
             count => format!("{count} problems:\n{}", problems.join("\n")),
@@ -296,7 +293,7 @@ async fn prune_command(
     let value = json!({
         "removed": removed, "kept_for_others": needed, "unfinished_removed": unfinished, "dry_run": dry_run,
     });
-    print(options.output, &value, || {
+    print(options.print.output, &value, || {
         let verb = if dry_run { "would remove" } else { "removed" };
         let mut lines: Vec<_> = removed.iter().map(|id| format!("{verb} {id}")).collect();
         lines.extend(unfinished.iter().map(|id| format!("{verb} {id}, unfinished")));
@@ -337,7 +334,7 @@ async fn copy_command(
     })
     .await?;
     drop(shown);
-    print(options.output, &json!({ "copied": copied }), || match copied.len() {
+    print(options.print.output, &json!({ "copied": copied }), || match copied.len() {
         0 => format!("{} has them already", to.location()),
         _ => copied.iter().map(|id| format!("copied {id}")).collect::<Vec<_>>().join("\n"),
     })?;
@@ -347,7 +344,7 @@ async fn copy_command(
 async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
     let RestoreArgs { options, backup, repository, to, to_volume, group, resume } = args;
     let start = Instant::now();
-    let stop = Stop::listen(UNLIMITED)?;
+    let stop = Stop::listen(&options.per_call())?;
     let shown = progress::start("restoring");
     let repository = open(&repository, false).await?;
     let restored = locked(&repository, Kind::Shared, "restore", async |lock| {
@@ -369,7 +366,7 @@ async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
     .await?;
     drop(shown);
     let texts = restored.iter().map(|one| one.text(start.elapsed()));
-    print_all(options.output, &restored, group, texts.collect())?;
+    print_all(options.print.output, &restored, group, texts.collect())?;
     Ok(ExitCode::SUCCESS)
 }
 

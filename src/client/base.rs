@@ -1,4 +1,5 @@
-//! `base`: which snapshots can be the base of a delta, deleted ones included, and how long each stays one.
+//! `base`: the snapshots that can be the base of a delta, deleted ones included, and their
+//! retention.
 
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
@@ -12,9 +13,9 @@ use super::connection::{Connection, refused};
 use super::{Options, Output, bounded, format, names};
 use crate::proto::admin::v1 as admin;
 use admin::base::Retention;
-use admin::set_base_retention_request::Retention as Asked;
+use admin::set_base_retention_request::Retention as NewRetention;
 
-/// Entries to ask for in one page of a list.
+/// Entries of one page of a list.
 const PAGE: i32 = 1000;
 
 #[derive(Debug, Args)]
@@ -27,64 +28,75 @@ pub struct BaseArgs {
 
 #[derive(Debug, Subcommand)]
 enum BaseCommand {
-    /// Show the snapshots that can be the base of a delta, newest first, and when each of them ceases to be one
+    /// List the bases of a volume or of a target, newest first, with expiry
+    #[command(after_help = "Examples:
+  csi-loopback base list --volume data
+  csi-loopback base list --target tuesday")]
     List {
-        /// All of this volume, by name or id
+        /// Bases of this volume, by name or id
         #[arg(long, required_unless_present = "target", conflicts_with = "target")]
         volume: Option<String>,
-        /// Those from which the changes to this snapshot are known, by name or id
+        /// Bases of deltas to this snapshot, by name or id
         #[arg(long)]
         target: Option<String>,
     },
-    /// Say how long a snapshot stays a base after its deletion
-    #[command(group(clap::ArgGroup::new("retention").required(true).args(["until", "duration", "default"])))]
+    /// Set how long a snapshot remains a base after its deletion
+    #[command(
+        group(clap::ArgGroup::new("retention").required(true).args(["until", "duration", "default"])),
+        after_help = "Examples:
+  csi-loopback base keep monday --for 180days
+  csi-loopback base keep snap-monday-d6c160afa2a7f59a --until 2027-01-31"
+    )]
     Keep {
-        /// The snapshot, by name or id; a deleted one by id
+        /// Snapshot, by name or id; a deleted one by id
         snapshot: String,
-        /// Until this time (UTC): 2027-01-31T12:00:00Z, or 2027-01-31
+        /// Until this time (UTC): 2027-01-31T12:00:00Z or 2027-01-31
         #[arg(long, value_parser = time, value_name = "TIME")]
         until: Option<SystemTime>,
-        /// For so long after its deletion, such as 30days
+        /// This long after the deletion, such as 30days
         #[arg(long = "for", value_parser = humantime::parse_duration, value_name = "TIME")]
         duration: Option<Duration>,
         /// As long as the driver's --change-record-retention
         #[arg(long)]
         default: bool,
     },
-    /// Give up a base: a deleted snapshot at once, another with its deletion
+    /// Release a base: a deleted snapshot now, another at its deletion
+    #[command(after_help = "Example:
+  csi-loopback base release snap-monday-d6c160afa2a7f59a")]
     Release {
-        /// The snapshot, by name or id; a deleted one by id
+        /// Snapshot, by name or id; a deleted one by id
         snapshot: String,
     },
 }
 
 pub async fn run(args: BaseArgs) -> Result<ExitCode> {
     let BaseArgs { options, command } = args;
-    let output = options.output;
+    let output = options.print.output;
     bounded(&options, async move |connection| {
         let connection = &connection;
         match command {
             BaseCommand::List { volume, target } => list(connection, volume, target, output).await,
             BaseCommand::Keep { snapshot, until, duration, default: _ } => {
                 let retention = match (until, duration) {
-                    (Some(time), _) => Asked::Until(time.into()),
-                    (None, Some(time)) => Asked::ForSeconds(time.as_secs()),
-                    (None, None) => Asked::ByDefault(true),
+                    (Some(time), _) => NewRetention::Until(time.into()),
+                    (None, Some(time)) => NewRetention::ForSeconds(time.as_secs()),
+                    (None, None) => NewRetention::ByDefault(true),
                 };
                 set(connection, &snapshot, retention, output).await
             }
             BaseCommand::Release { snapshot } => {
-                set(connection, &snapshot, Asked::ForSeconds(0), output).await
+                set(connection, &snapshot, NewRetention::ForSeconds(0), output).await
             }
         }
     })
-    .await
+    .await?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn time(text: &str) -> Result<SystemTime, String> {
     let day = format!("{text}T00:00:00Z");
     let parsed = humantime::parse_rfc3339(text).or_else(|_| humantime::parse_rfc3339(&day));
-    parsed.map_err(|_| "is not a time such as 2027-01-31T12:00:00Z or 2027-01-31".to_owned())
+    parsed.map_err(|_| "must be a time such as 2027-01-31T12:00:00Z or 2027-01-31".to_owned())
 }
 
 async fn list(
@@ -92,40 +104,56 @@ async fn list(
     volume: Option<String>,
     target: Option<String>,
     output: Output,
-) -> Result<ExitCode> {
-    let mut request = admin::ListBasesRequest { max_entries: PAGE, ..Default::default() };
+) -> Result<()> {
+    let mut request = admin::ListBasesRequest::default();
     if let Some(volume) = volume {
         request.volume_id = names::volume(connection, &volume).await?.volume_id;
     }
     if let Some(target) = target {
         request.target_snapshot_id = names::snapshot_id(connection, &target).await?;
     }
+    format::print_rows(output, &pages(connection, request).await?, table)
+}
+
+/// Prints the bases of several volumes.
+pub async fn print_of_volumes(
+    connection: &Connection,
+    volume_ids: Vec<String>,
+    output: Output,
+) -> Result<()> {
+    let mut rows = Vec::new();
+    for volume_id in volume_ids {
+        let request = admin::ListBasesRequest { volume_id, ..Default::default() };
+        rows.extend(pages(connection, request).await?);
+    }
+    format::print_rows(output, &rows, table)
+}
+
+async fn pages(connection: &Connection, mut request: admin::ListBasesRequest) -> Result<Vec<Row>> {
+    request.max_entries = PAGE;
     let mut rows = Vec::new();
     loop {
         let page = connection.base_admin().list_bases(request.clone()).await;
         let page = page.map_err(refused)?.into_inner();
         rows.extend(page.bases.iter().map(Row::new));
         if page.next_token.is_empty() {
-            break;
+            return Ok(rows);
         }
         request.starting_token = page.next_token;
     }
-    format::print_rows(output, &rows, table)?;
-    Ok(ExitCode::SUCCESS)
 }
 
 async fn set(
     connection: &Connection,
     snapshot: &str,
-    retention: Asked,
+    retention: NewRetention,
     output: Output,
-) -> Result<ExitCode> {
+) -> Result<()> {
     let snapshot_id = names::snapshot_id(connection, snapshot).await?;
     let request = admin::SetBaseRetentionRequest { snapshot_id, retention: Some(retention) };
-    let answer = connection.base_admin().set_base_retention(request).await;
-    let base = answer.map_err(refused)?.into_inner().base.unwrap_or_default();
-    format::print_rows(output, &[Row::new(&base)], table)?;
-    Ok(ExitCode::SUCCESS)
+    let response = connection.base_admin().set_base_retention(request).await;
+    let base = response.map_err(refused)?.into_inner().base.unwrap_or_default();
+    format::print_rows(output, &[Row::new(&base)], table)
 }
 
 #[derive(Debug, Serialize)]
@@ -133,11 +161,11 @@ struct Row {
     snapshot_id: String,
     volume_id: String,
     created: Option<String>,
-    /// Nothing for a snapshot that exists.
+    /// `None` for a snapshot that exists.
     deleted: Option<String>,
-    /// Nothing where its time has not begun.
+    /// `None` while the retention has not begun.
     expires: Option<String>,
-    /// Its own retention.
+    /// The snapshot's own retention, if it has one.
     kept_for_seconds: Option<u64>,
     kept_until: Option<String>,
 }
@@ -166,12 +194,12 @@ impl Row {
                 format!("for {}", humantime::format_duration(Duration::from_secs(seconds)))
             }
             (None, Some(time)) => format!("until {time}"),
-            (None, None) => "by default".to_owned(),
+            (None, None) => "driver's default".to_owned(),
         }
     }
 }
 
-/// A time to the second.
+/// A time in whole seconds.
 fn whole(time: Option<&Timestamp>) -> Option<String> {
     format::time(time.map(|time| Timestamp { nanos: 0, ..*time }).as_ref())
 }

@@ -1,6 +1,6 @@
-//! The answer to `allocated` and `delta`: messages of extents, held to what CSI promises of them, so that
-//! whoever reads the extents need not doubt them. Where the messages come from is the [`Source`]'s: a driver's
-//! socket ([`Driver`]), or a driver's sidecar (`cluster`), which may be asked again after an interruption.
+//! Listings of allocated and changed blocks: messages of extents, checked against the contract of
+//! CSI, so that a consumer can rely on it. A [`Source`] provides the messages: a driver's socket
+//! ([`Driver`]), or a driver's sidecar (`cluster`), which resumes after an interruption.
 
 use anyhow::{Result, bail};
 use tonic::{Response, Status, Streaming};
@@ -9,40 +9,40 @@ use super::connection::{Connection, refused};
 use crate::backend::Extent;
 use crate::proto::csi::v1 as csi;
 
-/// A question about blocks. Snapshots go by id at a driver, by name in a cluster.
+/// What to list. A driver identifies snapshots by id, a cluster by name.
 #[derive(Debug, Clone)]
 pub enum Query {
     Allocated { snapshot: String },
     Delta { base: String, target: String },
 }
 
-/// Where an answer starts and in what portions it comes.
+/// Where a listing starts, and the size of its messages.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Window {
     /// In bytes from the start of the volume.
     pub starting_offset: i64,
-    /// Extents in one message, at most; 0 leaves it to the driver.
+    /// Maximum number of extents per message; 0 means the driver's default.
     pub max_results: i32,
 }
 
-/// What all messages of an answer have in common.
+/// What all messages of a listing have in common.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub block_metadata_type: csi::BlockMetadataType,
-    /// Of the volume as the (target) snapshot holds it; every API of streams says it.
+    /// Capacity of the (target) snapshot; every streaming API reports it.
     pub capacity_bytes: Option<u64>,
 }
 
-/// Where the messages of an answer come from.
+/// Where the messages of a listing come from.
 pub trait Source {
-    /// What comes next. `None` only when the answer is whole: the other side has said so.
+    /// The next part. `None` only when the server has reported the end of a complete listing.
     ///
     /// # Errors
-    /// The answer broke, and will not go on.
+    /// The listing broke and cannot be resumed.
     async fn next(&mut self, progress: Progress) -> Result<Option<Part>>;
 }
 
-/// How much of an answer has come.
+/// How much of a listing has arrived.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {
     pub shape: Option<Shape>,
@@ -50,14 +50,23 @@ pub struct Progress {
     pub end: u64,
 }
 
-/// What a source has to give.
+/// A part of a listing.
 pub enum Part {
     Message(Message),
-    /// The answer begins anew, at the last progress or somewhat before: what has come is not wanted again.
-    Anew,
+    /// The stream restarts at the last progress or shortly before it; repeated extents are dropped.
+    Restart,
 }
 
-/// An answer on its way. It has ended well only when [`BlockMap::next`] has returned `None`.
+/// Processes a listing, from whichever source.
+pub trait Consumer {
+    type Output;
+
+    /// # Errors
+    /// The listing broke, or processing failed.
+    async fn consume<S: Source>(self, map: BlockMap<S>) -> Result<Self::Output>;
+}
+
+/// A listing in progress. It is complete only when [`BlockMap::next`] has returned `None`.
 pub struct BlockMap<S> {
     source: S,
     checks: Checks,
@@ -71,47 +80,47 @@ impl<S: Source> BlockMap<S> {
     /// The extents of the next message, ascending and not overlapping; `None` at the end.
     ///
     /// # Errors
-    /// The stream broke, or is not what CSI promises. Nothing that came before is then complete.
+    /// The stream broke or violates the contract of CSI. The extents so far are incomplete then.
     pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
         loop {
             match self.source.next(self.checks.progress).await? {
                 Some(Part::Message(message)) => return self.checks.accept(&message).map(Some),
-                Some(Part::Anew) => self.checks.begin_anew(),
+                Some(Part::Restart) => self.checks.restart(),
                 None if self.checks.progress.shape.is_none() => {
-                    bail!("the driver answered without a message, so without the volume's capacity")
+                    bail!("the driver returned no message, so the volume's capacity is unknown")
                 }
                 None => return Ok(None),
             }
         }
     }
 
-    /// Known once the first message has come.
+    /// Known after the first message.
     pub fn shape(&self) -> Option<Shape> {
         self.checks.progress.shape
     }
 }
 
-/// What an answer is held to.
+/// The contract of CSI, and what of it depends on earlier messages.
 #[derive(Debug, Default)]
 struct Checks {
     progress: Progress,
-    /// Where the stream under way has come to: the first byte after its last extent.
+    /// The first byte after the last extent of the current stream.
     end: u64,
-    /// Where the stream under way has to go on: what it says of before has been said.
+    /// Where the current stream must continue; extents before it are repetitions.
     seam: u64,
 }
 
 impl Checks {
-    fn begin_anew(&mut self) {
+    fn restart(&mut self) {
         self.end = 0;
         self.seam = self.progress.end;
     }
 
-    /// The extents of a message that are new.
+    /// The extents of a message without repetitions.
     fn accept(&mut self, message: &Message) -> Result<Vec<Extent>> {
         let shape = shape(message)?;
         if *self.progress.shape.get_or_insert(shape) != shape {
-            bail!("the driver changed the block metadata type or the capacity in mid-stream");
+            bail!("the driver changed the block metadata type or the capacity during the stream");
         }
         let mut extents = Vec::with_capacity(message.blocks.len());
         for block in &message.blocks {
@@ -126,30 +135,32 @@ impl Checks {
     }
 }
 
-/// A driver's answer over its socket.
-pub struct Driver(Answer<csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse>);
+/// A listing over a driver's socket.
+pub struct Driver(Stream<csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse>);
 
 impl BlockMap<Driver> {
-    /// Asks the driver.
+    /// Starts a listing.
     ///
     /// # Errors
-    /// What the driver refuses before its first message.
+    /// The driver refuses it before the first message.
     pub async fn open(connection: &Connection, query: Query, window: Window) -> Result<Self> {
-        Ok(Self::new(Driver::ask(connection, query, window).await.map_err(refused)?))
+        Ok(Self::new(Driver::request(connection, query, window).await.map_err(refused)?))
     }
 }
 
 impl Driver {
+    /// Starts a stream.
+    ///
     /// # Errors
-    /// What the driver refuses before its first message.
-    pub async fn ask(
+    /// The driver refuses it before the first message.
+    pub async fn request(
         connection: &Connection,
         query: Query,
         window: Window,
     ) -> Result<Self, Status> {
         let Window { starting_offset, max_results } = window;
         let mut client = connection.snapshot_metadata();
-        let answer = match query {
+        let stream = match query {
             Query::Allocated { snapshot } => {
                 let request = csi::GetMetadataAllocatedRequest {
                     snapshot_id: snapshot,
@@ -157,7 +168,7 @@ impl Driver {
                     max_results,
                     ..csi::GetMetadataAllocatedRequest::default()
                 };
-                client.get_metadata_allocated(request).await.map(Answer::allocated)
+                client.get_metadata_allocated(request).await.map(Stream::allocated)
             }
             Query::Delta { base, target } => {
                 let request = csi::GetMetadataDeltaRequest {
@@ -167,10 +178,10 @@ impl Driver {
                     max_results,
                     ..csi::GetMetadataDeltaRequest::default()
                 };
-                client.get_metadata_delta(request).await.map(Answer::delta)
+                client.get_metadata_delta(request).await.map(Stream::delta)
             }
         };
-        answer.map(Self)
+        stream.map(Self)
     }
 
     /// The next message; `None` at the end.
@@ -190,12 +201,12 @@ impl Source for Driver {
 }
 
 /// One stream of messages, of either kind.
-pub enum Answer<A, D> {
+pub enum Stream<A, D> {
     Allocated(Streaming<A>),
     Delta(Streaming<D>),
 }
 
-impl<A: Into<Message>, D: Into<Message>> Answer<A, D> {
+impl<A: Into<Message>, D: Into<Message>> Stream<A, D> {
     pub fn allocated(response: Response<Streaming<A>>) -> Self {
         Self::Allocated(response.into_inner())
     }
@@ -204,10 +215,10 @@ impl<A: Into<Message>, D: Into<Message>> Answer<A, D> {
         Self::Delta(response.into_inner())
     }
 
-    /// The next message; `None` when the other side has said that there is none.
+    /// The next message; `None` at the end of the stream.
     ///
     /// # Errors
-    /// The status with which the stream ended. One without a cause is the other side's own.
+    /// The status that ended the stream. A status without a cause comes from the server.
     pub async fn message(&mut self) -> Result<Option<Message>, Status> {
         match self {
             Self::Allocated(stream) => Ok(stream.message().await.map_err(truncated)?.map(A::into)),
@@ -216,27 +227,28 @@ impl<A: Into<Message>, D: Into<Message>> Answer<A, D> {
     }
 }
 
-/// A stream that just stops, as one through a proxy may, has no status; tonic makes one up, whose text
-/// is all that tells it from the other side's.
+/// A stream that ends without a status, as through a proxy, gets one from tonic, which only its
+/// text distinguishes from one of the server.
 fn truncated(status: Status) -> Status {
     if status.message().starts_with("protocol error: missing grpc-status") {
         return Status::unavailable(
-            "the stream ended without a status, so its answer is not whole",
+            "the stream ended without a status, so the listing is incomplete",
         );
     }
     status
 }
 
-/// A message of any answer, as it came. Its numbers hold those of every API: some are int64, some uint64.
+/// An unchecked message of any API. Its numbers hold int64 and uint64.
 pub struct Message {
     pub block_metadata_type: csi::BlockMetadataType,
-    /// `None`: it is not said.
+    /// `None` where the API does not report it.
     pub capacity_bytes: Option<i128>,
     /// Offsets and lengths, in bytes.
     pub blocks: Vec<(i128, i128)>,
 }
 
-/// The responses of an API. `$style`: from the number of a block metadata type to CSI's; `$capacity`: the field.
+/// Converts the responses of an API. `$style` maps the number of a block metadata type to CSI's;
+/// `$capacity` is a field.
 macro_rules! message_of {
     ($capacity:ident, $style:expr; $($response:ty),*) => {$(
         impl From<$response> for $crate::client::block_map::Message {
@@ -255,7 +267,7 @@ macro_rules! message_of {
 }
 pub(super) use message_of;
 
-/// The type of that number; `Unknown` where there is none.
+/// The type with that number; `Unknown` if none has it.
 pub fn csi_style(number: i32) -> csi::BlockMetadataType {
     number.try_into().unwrap_or(csi::BlockMetadataType::Unknown)
 }
@@ -265,7 +277,7 @@ message_of!(volume_capacity_bytes, csi_style; csi::GetMetadataAllocatedResponse,
 fn shape(message: &Message) -> Result<Shape> {
     let block_metadata_type = message.block_metadata_type;
     if block_metadata_type == csi::BlockMetadataType::Unknown {
-        bail!("the driver does not say how its block metadata is cut (block_metadata_type)");
+        bail!("the driver does not report the block metadata type (block_metadata_type)");
     }
     let Some(reported) = message.capacity_bytes else {
         return Ok(Shape { block_metadata_type, capacity_bytes: None });
@@ -286,7 +298,7 @@ fn checked((offset, length): (i128, i128), shape: Shape, end: &mut u64) -> Resul
             "the driver reports an extent that is empty or out of order: {offset}, {length} bytes"
         );
     }
-    // No sum of two numbers of 64 bits overflows one of 128.
+    // The sum of two 64-bit numbers fits 128 bits.
     let (Ok(offset), Ok(length), true) = (
         u64::try_from(offset),
         u64::try_from(length),
@@ -356,24 +368,24 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_before_the_seam_is_cut_off() {
+    fn repeated_extents_after_a_restart_are_dropped() {
         let extent = |offset, length| Extent { offset, length };
         let mut checks = Checks::default();
         checks.accept(&message(&[(4096, 4096), (16384, 8192)])).unwrap();
-        checks.begin_anew();
-        // Rounded down, with an extent that reaches over the seam at 24576.
+        checks.restart();
+        // The server rounds down, and an extent crosses the seam at 24576.
         let again = checks.accept(&message(&[(4096, 4096), (16384, 12288), (32768, 4096)]));
         assert_eq!(again.unwrap(), [extent(24576, 4096), extent(32768, 4096)]);
         assert_eq!(checks.progress.end, 36864);
-        // Within the new stream the order holds as in any other.
+        // The order is checked within the new stream, too.
         assert!(checks.accept(&message(&[(16384, 4096)])).is_err());
     }
 
     #[test]
-    fn an_answer_that_begins_anew_keeps_its_shape() {
+    fn a_restarted_listing_must_keep_its_shape() {
         let mut checks = Checks::default();
         checks.accept(&message(&[(0, 4096)])).unwrap();
-        checks.begin_anew();
+        checks.restart();
         let grown = Message { capacity_bytes: Some(1 << 21), ..message(&[]) };
         assert!(checks.accept(&grown).is_err());
         let fixed = csi::BlockMetadataType::FixedLength;
@@ -381,7 +393,7 @@ mod tests {
         assert!(checks.accept(&message(&[])).unwrap().is_empty());
     }
 
-    /// A server that answers with one message and an end of the stream, with or without a status.
+    /// A server that sends one message and ends the stream, with or without a status.
     async fn lone_message(status: bool) -> Result<Vec<Option<Vec<Extent>>>> {
         let directory = tempfile::tempdir()?;
         let socket = directory.path().join("csi.sock");
@@ -426,7 +438,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_that_just_stops_is_not_a_whole_answer() {
+    async fn a_stream_without_a_status_is_incomplete() {
         let whole = lone_message(true).await.unwrap();
         assert_eq!(whole, [Some(vec![Extent { offset: 0, length: 4096 }]), None]);
         let error = lone_message(false).await.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! How a volume is to be used, from flags to a CSI VolumeCapability.
+//! The use of a volume, from flags to a CSI VolumeCapability.
 
 use clap::{Args, ValueEnum};
 
@@ -6,29 +6,32 @@ use crate::proto::csi::v1::VolumeCapability;
 use crate::proto::csi::v1::volume_capability::access_mode::Mode;
 use crate::proto::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 
-/// Flags that say how a volume is used.
+/// Heading of these flags in `--help`.
+const HEADING: &str = "Use of the volume";
+
+/// Flags for the use of a volume.
 #[derive(Debug, Clone, Args)]
 pub struct CapabilityArgs {
-    /// Filesystem: ext4 (the default), xfs or btrfs
-    #[arg(long, value_name = "TYPE")]
+    /// Filesystem: ext4, xfs or btrfs [default: ext4]
+    #[arg(long, value_name = "TYPE", help_heading = HEADING)]
     fs: Option<String>,
-    /// A raw block device instead of a filesystem
-    #[arg(long, conflicts_with_all = ["fs", "mount_flag", "mount_group"])]
+    /// Raw block device instead of a filesystem
+    #[arg(long, conflicts_with_all = ["fs", "mount_flag", "mount_group"], help_heading = HEADING)]
     block: bool,
-    /// Mount option; may be repeated
-    #[arg(long, value_name = "OPTION")]
+    /// Mount option; repeatable
+    #[arg(long, value_name = "OPTION", help_heading = HEADING)]
     mount_flag: Vec<String>,
-    /// Group id that may write to the mounted filesystem
-    #[arg(long, value_name = "GID")]
+    /// Group id that owns the mounted files
+    #[arg(long, value_name = "GID", help_heading = HEADING)]
     mount_group: Option<u32>,
-    /// Group id that a container runtime gives the files to, where it mounts the filesystem
-    #[arg(long, value_name = "GID", conflicts_with = "block")]
+    /// Group id that a container runtime gives the files to
+    #[arg(long, value_name = "GID", conflicts_with = "block", help_heading = HEADING)]
     supplemental_group: Option<u32>,
-    /// How the files are given to --supplemental-group: Always or OnRootMismatch
-    #[arg(long, value_name = "POLICY", requires = "supplemental_group")]
+    /// When the runtime changes owners: Always or OnRootMismatch
+    #[arg(long, value_name = "POLICY", requires = "supplemental_group", help_heading = HEADING)]
     supplemental_group_change_policy: Option<String>,
-    /// Who may use the volume at the same time
-    #[arg(long, value_enum, default_value_t = Access::SingleNodeWriter, value_name = "MODE")]
+    /// CSI access mode
+    #[arg(long, value_enum, default_value_t = Access::SingleNodeWriter, value_name = "MODE", help_heading = HEADING)]
     access_mode: Access,
 }
 
@@ -59,6 +62,15 @@ impl Access {
 }
 
 impl CapabilityArgs {
+    pub fn is_block(&self) -> bool {
+        self.block
+    }
+
+    /// Whether `--fs` is set.
+    pub fn has_fs_type(&self) -> bool {
+        self.fs.is_some()
+    }
+
     pub fn capability(&self) -> VolumeCapability {
         if self.block {
             return block(self.access_mode.mode());

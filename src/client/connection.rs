@@ -1,6 +1,6 @@
 //! The connection to a driver's socket: clients of the CSI services that carry the command's
-//! deadline, and errors told as a person needs them: `CODE: message`, and what to do when no driver
-//! answers.
+//! deadline, and errors for a user: `CODE: message`, and the next step when no driver accepts
+//! connections.
 
 use std::error::Error as _;
 use std::io;
@@ -19,13 +19,15 @@ use tonic::{Request, Status};
 use crate::grpc::{SocketPath, code_name};
 use crate::proto::admin::v1::base_admin_client::BaseAdminClient;
 use crate::proto::admin::v1::pool_admin_client::PoolAdminClient;
+use crate::proto::admin::v1::volume_admin_client::VolumeAdminClient;
 use crate::proto::csi::v1::controller_client::ControllerClient;
+use crate::proto::csi::v1::group_controller_client::GroupControllerClient;
 use crate::proto::csi::v1::node_client::NodeClient;
 use crate::proto::csi::v1::snapshot_metadata_client::SnapshotMetadataClient;
 
 type Wire = InterceptedService<Channel, Deadline>;
 
-/// A connected socket and the moment at which the command gives up.
+/// A connected socket and the deadline of all calls over it. Clones share the connection.
 #[derive(Debug, Clone)]
 pub struct Connection {
     channel: Channel,
@@ -64,6 +66,14 @@ impl Connection {
         ControllerClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
     }
 
+    pub fn group_controller(&self) -> GroupControllerClient<Wire> {
+        GroupControllerClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
+    }
+
+    pub fn volume_admin(&self) -> VolumeAdminClient<Wire> {
+        VolumeAdminClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
+    }
+
     pub fn node(&self) -> NodeClient<Wire> {
         NodeClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
     }
@@ -81,15 +91,15 @@ impl Connection {
     }
 }
 
-/// Tells the driver when the command gives up, so that it does not work on for nobody.
+/// Sends the deadline with each call, so that the driver stops when the command does.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline(pub Instant);
 
 impl Interceptor for Deadline {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        // A second later than the command itself, whose message says more.
-        let left = self.0.saturating_duration_since(Instant::now()) + Duration::from_secs(1);
-        request.set_timeout(left);
+        // One second after the command's own time limit, whose message is more specific.
+        let remaining = self.0.saturating_duration_since(Instant::now()) + Duration::from_secs(1);
+        request.set_timeout(remaining);
         Ok(request)
     }
 }
@@ -108,11 +118,11 @@ fn unreachable_socket(path: &Path, error: &tonic::transport::Error) -> anyhow::E
     let path = path.display();
     match io.map(io::Error::kind) {
         Some(io::ErrorKind::NotFound) => anyhow!(
-            "no socket at {path}: start the driver (csi-loopback --mode driver), or name its socket \
+            "no socket at {path}: start the driver (csi-loopback --mode driver), or set its socket \
              with --endpoint or CSI_ENDPOINT"
         ),
         Some(io::ErrorKind::ConnectionRefused) => anyhow!(
-            "nobody listens on {path}: the driver that made this socket has ended; start it again"
+            "no process listens on {path}: the driver that created this socket has ended; start it again"
         ),
         Some(io::ErrorKind::PermissionDenied) => anyhow!(
             "no permission for {path}: run as root, or start the driver with --socket-mode and \
@@ -122,14 +132,40 @@ fn unreachable_socket(path: &Path, error: &tonic::transport::Error) -> anyhow::E
     }
 }
 
-/// A status as an error that prints as `CODE: message`.
+/// A status as an error that prints as `CODE: message`. A cause that the message does not contain
+/// follows it.
 pub fn refused(status: Status) -> anyhow::Error {
     let code = code_name(status.code());
-    let cause = status.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-    match status.message() {
-        "" => anyhow!("{code}: the driver gave no reason{cause}"),
-        message => anyhow!("{code}: {message}{cause}"),
+    let message = match status.message() {
+        "" => "the driver gave no reason",
+        message => message,
+    };
+    let mut text = format!("{code}: {message}");
+    let mut cause = status.source();
+    while let Some(error) = cause {
+        append_cause(&mut text, &error.to_string());
+        cause = error.source();
     }
+    anyhow!(text)
+}
+
+/// An error with its causes, each once: a cause that the text already contains is left out.
+pub fn describe(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        append_cause(&mut text, &cause.to_string());
+    }
+    text
+}
+
+fn append_cause(text: &mut String, cause: &str) {
+    if text.contains(cause) {
+        return;
+    }
+    if !text.is_empty() {
+        text.push_str(": ");
+    }
+    text.push_str(cause);
 }
 
 #[cfg(test)]
@@ -144,8 +180,19 @@ mod tests {
         assert_eq!(error.to_string(), "INTERNAL: the driver gave no reason");
     }
 
+    #[test]
+    fn an_error_names_each_cause_once() {
+        let cause = io::Error::other("disk full");
+        let error = anyhow::Error::from(cause).context("write x: disk full").context("save x");
+        assert_eq!(describe(&error), "save x: write x: disk full");
+        let error = anyhow!("inner").context("outer");
+        assert_eq!(describe(&error), "outer: inner");
+        let status = Status::from_error(Box::new(io::Error::other("transport error")));
+        assert_eq!(refused(status).to_string().matches("transport error").count(), 1);
+    }
+
     #[tokio::test]
-    async fn a_missing_or_dead_socket_is_told_with_the_next_step() {
+    async fn a_missing_or_unused_socket_error_names_the_next_step() {
         let dir = tempfile::tempdir().unwrap();
         let soon = Instant::now() + Duration::from_secs(10);
         let path = dir.path().join("csi.sock");
@@ -156,6 +203,6 @@ mod tests {
 
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let error = Connection::open(&endpoint, soon).await.unwrap_err().to_string();
-        assert!(error.starts_with("nobody listens on"), "{error}");
+        assert!(error.starts_with("no process listens on"), "{error}");
     }
 }

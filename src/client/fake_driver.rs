@@ -1,5 +1,5 @@
-//! A driver for tests of the client: snapshots held in memory, volumes as plain files, and failures
-//! where a test asks for them. It needs neither root nor loop devices.
+//! A driver for tests of the client: snapshots in memory, volumes as plain files, and injected
+//! failures. It needs neither root nor loop devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -39,7 +39,7 @@ struct State {
     volumes: BTreeMap<String, String>,
     staged: BTreeSet<(String, PathBuf)>,
     published: BTreeSet<(String, PathBuf)>,
-    /// Every path that a caller has named.
+    /// Every path in a request.
     paths: BTreeSet<PathBuf>,
     calls: BTreeMap<&'static str, u32>,
     failure: Option<(&'static str, u32, Code)>,
@@ -60,7 +60,7 @@ impl Drop for Served {
 }
 
 impl Fake {
-    /// Snapshots with their names, all of one volume, and what GetMetadataDelta answers.
+    /// Snapshots with their names, all of one volume, and the listing of GetMetadataDelta.
     pub fn new<const N: usize>(snapshots: [(&str, Vec<u8>); N], delta: &[(i64, i64)]) -> Self {
         let snapshots = snapshots
             .into_iter()
@@ -99,18 +99,18 @@ impl Fake {
         Served { endpoint, task, _directory: directory }
     }
 
-    /// The nth call of this name fails: with FAILED_PRECONDITION before, with other codes after it
-    /// has done its work. `stream` is the end of a delta.
+    /// The nth call with this name fails: before its work with FAILED_PRECONDITION, after it with
+    /// other codes. `stream` is the end of a delta.
     pub fn fail(&self, call: &'static str, nth: u32, code: Code) {
         self.state().failure = Some((call, nth, code));
     }
 
-    /// The nth call of this name is met by a signal to the client.
+    /// The nth call with this name sends a signal to the client.
     pub fn signal_at(&self, call: &'static str, nth: u32, signal: watch::Sender<bool>) {
         self.state().signal = Some((call, nth, signal));
     }
 
-    /// Reports another capacity than the snapshots have.
+    /// Reports a wrong capacity.
     pub fn claim_capacity(&self, bytes: i64) {
         self.state().capacity = Some(bytes);
     }
@@ -123,7 +123,7 @@ impl Fake {
         for path in &state.paths {
             // The staging path is root/volume/staging, the target root/volume/device.
             let root = path.ancestors().nth(2).unwrap();
-            assert!(!root.exists(), "{} is left", root.display());
+            assert!(!root.exists(), "{} remains", root.display());
         }
     }
 
@@ -131,7 +131,7 @@ impl Fake {
         self.0.lock().unwrap()
     }
 
-    /// Does the work of a call, or fails as the test has asked.
+    /// Does the work of a call, or fails as the test requires.
     fn call<T>(&self, name: &'static str, work: impl FnOnce(&mut State) -> T) -> Answer<T> {
         let mut state = self.state();
         let count = state.calls.entry(name).or_default();
@@ -157,7 +157,7 @@ impl Fake {
     }
 }
 
-/// A service of which the calls in brackets are not faked.
+/// A service without the calls in brackets.
 macro_rules! service {
     ($service:ident, [$($call:ident $request:ident $response:ident),*], $($faked:tt)*) => {
         #[tonic::async_trait]
@@ -277,7 +277,7 @@ service! { Node, [
         let request = request.into_inner();
         let path = PathBuf::from(request.staging_target_path);
         self.call("node_stage_volume", |state| {
-            assert!(path.is_dir(), "the staging path is the caller's to make");
+            assert!(path.is_dir(), "the caller creates the staging path");
             state.paths.insert(path.clone());
             state.staged.insert((request.volume_id, path));
             csi::NodeStageVolumeResponse {}

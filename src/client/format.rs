@@ -1,4 +1,4 @@
-//! How numbers, times and tables are written for people.
+//! Numbers, times, tables and JSON as commands print them.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -7,10 +7,10 @@ use comfy_table::{CellAlignment, Table, presets};
 use prost_types::Timestamp;
 use serde::Serialize;
 
-use super::Output;
+use super::{Output, progress};
 use crate::quantity;
 
-/// A number of bytes, for people and exactly: `1Gi (1,073,741,824 bytes)`.
+/// A number of bytes, rounded and exact: `1Gi (1,073,741,824 bytes)`.
 pub fn bytes(bytes: u64) -> String {
     format!("{} ({} bytes)", quantity::format(bytes), grouped(bytes))
 }
@@ -28,7 +28,7 @@ pub fn grouped(number: u64) -> String {
     out
 }
 
-/// A share of the whole: `3.4 %`. What is not all and not nothing never reads as either.
+/// A share of the whole: `3.4 %`. Only a share of zero prints as 0 %, and only the whole as 100 %.
 pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 || part == 0 {
         return "0 %".to_owned();
@@ -45,7 +45,7 @@ pub fn percent(part: u64, whole: u64) -> String {
     }
 }
 
-/// How long something took: `1.234 s`, `12.3 ms`, `45 µs`.
+/// A duration: `1.234 s`, `12.3 ms`, `45 µs`.
 pub fn took(time: Duration) -> String {
     let micros = time.as_micros();
     match micros {
@@ -79,7 +79,7 @@ pub fn table<const N: usize>(header: [&str; N], right: &[&str], rows: &[[String;
     table.trim_fmt()
 }
 
-/// Facts in two columns.
+/// Names and values in two columns.
 pub fn facts(rows: &[(&str, String)]) -> String {
     let mut table = Table::new();
     table
@@ -91,27 +91,39 @@ pub fn facts(rows: &[(&str, String)]) -> String {
     table.trim_fmt()
 }
 
-/// Prints one line, or several, to standard output.
+/// Prints one or several lines to standard output.
 pub fn print(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.write_all(b"\n")?;
-    out.flush()
+    progress::suspend(|| {
+        let mut out = io::stdout().lock();
+        out.write_all(text.as_bytes())?;
+        out.write_all(b"\n")?;
+        out.flush()
+    })
 }
 
-/// Prints a value as one JSON document.
-pub fn print_json<T: Serialize>(value: &T) -> anyhow::Result<()> {
-    Ok(print(&serde_json::to_string_pretty(value)?)?)
+/// Prints one result: as a JSON document, or as the text of `shown`.
+pub fn print_one<T: Serialize>(
+    output: Output,
+    value: &T,
+    shown: impl FnOnce(&T) -> String,
+) -> anyhow::Result<()> {
+    Ok(print(&match output {
+        Output::Json => serde_json::to_string_pretty(value)?,
+        Output::Ndjson => serde_json::to_string(value)?,
+        Output::Table => shown(value),
+    })?)
 }
 
-/// Prints a list, as JSON or as the table that `shown` makes of it.
+/// Prints a list: as a JSON array, as one JSON document per row, or as the table that `shown` makes
+/// of it.
 pub fn print_rows<T: Serialize>(
     output: Output,
     rows: &[T],
     shown: impl FnOnce(&[T]) -> String,
 ) -> anyhow::Result<()> {
     match output {
-        Output::Json => print_json(&rows),
+        Output::Json => Ok(print(&serde_json::to_string_pretty(rows)?)?),
+        Output::Ndjson => rows.iter().try_for_each(|row| Ok(print(&serde_json::to_string(row)?)?)),
         Output::Table => Ok(print(&shown(rows))?),
     }
 }
@@ -121,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_shown_round_and_exact() {
+    fn bytes_print_rounded_and_exact() {
         assert_eq!(bytes(1 << 30), "1Gi (1,073,741,824 bytes)");
         assert_eq!(grouped(0), "0");
         assert_eq!(grouped(999), "999");
@@ -129,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_all_or_nothing_only_when_it_is() {
+    fn only_nothing_and_everything_print_as_0_and_100() {
         assert_eq!(percent(0, 0), "0 %");
         assert_eq!(percent(0, 7), "0 %");
         assert_eq!(percent(1, 1 << 40), "under 0.1 %");
@@ -146,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_utc_and_nonsense_is_none() {
+    fn a_time_is_utc_and_an_invalid_one_is_none() {
         let stamp = |seconds, nanos| Timestamp { seconds, nanos };
         let moment = stamp(1_763_673_303, 250_000_000);
         assert_eq!(time(Some(&moment)).as_deref(), Some("2025-11-20T21:15:03.250Z"));
@@ -157,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_lines_up_and_has_no_trailing_space() {
+    fn a_table_is_aligned_and_has_no_trailing_space() {
         let rows = [["a".to_owned(), "1".to_owned()], ["long".to_owned(), "1000".to_owned()]];
         let shown = table(["NAME", "SIZE"], &["SIZE"], &rows);
         assert_eq!(shown, "NAME  SIZE\na        1\nlong  1000");

@@ -1,11 +1,11 @@
-//! The commands for people: `volume`, `snapshot`, `base` and `pool`. They own what a person types and
-//! reads; everything else they ask of a driver's socket over CSI, so they work with no cluster, and
-//! as far as CSI goes with other drivers too (`base`, `pool status` and `pool grow` are this driver's own, and
-//! `pool check` alone reads the disk, with no driver). Which
-//! blocks a snapshot holds they also ask through Kubernetes, as a backup application does ([`cluster`]).
+//! The commands `volume`, `snapshot`, `base` and `pool`. This module owns what a user types and
+//! reads. The commands call a driver's socket over CSI, so they need no cluster, and work with
+//! other drivers as far as CSI goes. `base`, `volume show` and `pool` need this driver's own
+//! services; `pool check` reads the disk without a driver. The listings of blocks can also go
+//! through Kubernetes, as those of a backup application do ([`cluster`]).
 //!
-//! Three promises: a name works wherever an id does, nothing waits longer than `--timeout`, and an
-//! answer that was cut short never looks complete.
+//! Promises: a name works wherever an id does, no call waits longer than `--timeout`, an incomplete
+//! listing never looks complete, and a command that changes nothing reports that.
 
 mod base;
 pub(crate) mod block_map;
@@ -16,11 +16,16 @@ pub(crate) mod connection;
 #[cfg(test)]
 mod fake_driver;
 pub(crate) mod format;
+mod group;
 mod inline;
+mod map;
 pub(crate) mod names;
+mod node;
 mod pool;
 mod print_map;
+pub(crate) mod progress;
 pub(crate) mod scratch;
+mod show;
 mod snapshot;
 mod stats;
 pub(crate) mod stop;
@@ -36,47 +41,74 @@ use crate::grpc::SocketPath;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
+pub use connection::describe;
+
 use connection::Connection;
 use tokio::time::Instant;
 
-/// The commands for people, flattened into the binary's command line.
+/// The client commands, flattened into the binary's command line.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Create, list, grow, mount and delete volumes
+    /// Create, list, show, grow, mount and delete volumes
     Volume(volume::VolumeArgs),
-    /// Cut snapshots and ask which blocks are allocated or changed
+    /// Take snapshots, list and draw their blocks, and verify them
     Snapshot(snapshot::SnapshotArgs),
-    /// Show which snapshots can be the base of a delta and for how long, deleted ones too
+    /// Show which snapshots can be the base of a delta and for how long
     Base(base::BaseArgs),
     /// Show, grow and check a pool
     Pool(pool::PoolArgs),
 }
 
-/// Where `--help` shows what all commands have in common.
+/// Heading in `--help` of the flags that all commands have.
 const HEADING: &str = "Driver and output";
 
 const ENDPOINT_VARIABLE: &str = "CSI_ENDPOINT";
 const DEFAULT_ENDPOINT: &str = "unix:///run/csi-loopback/csi.sock";
 
-/// How to reach a driver and how to print its answers.
+/// How to reach a driver and how to print results.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
     /// Socket of the driver [env: CSI_ENDPOINT] [default: unix:///run/csi-loopback/csi.sock]
     #[arg(long, global = true, help_heading = HEADING, value_name = "unix://PATH")]
     endpoint: Option<SocketPath>,
-    /// Form of the answer
-    #[arg(long, value_enum, default_value_t = Output::Table, global = true, help_heading = HEADING)]
-    pub(crate) output: Output,
-    /// Longest time that the command may take
-    #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING)]
+    /// Time limit of the command; of each call for `snapshot verify`
+    #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING, value_name = "TIME")]
     pub(crate) timeout: Duration,
+    #[command(flatten)]
+    pub(crate) print: Print,
+    /// `--timeout` limits each call and not the command.
+    #[arg(skip)]
+    limits_calls: bool,
 }
 
+/// How to print results.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct Print {
+    /// Format of the result
+    #[arg(long, value_enum, default_value_t = Output::Table, global = true, help_heading = HEADING, value_name = "FORMAT")]
+    pub(crate) output: Output,
+    /// Show no progress and no notes on stderr
+    #[arg(long, short, global = true, help_heading = HEADING)]
+    pub(crate) quiet: bool,
+}
+
+/// Later than any command ends.
+const NO_DEADLINE: Duration = Duration::from_secs(365 * 86_400);
+
 impl Options {
-    /// The driver's socket: as the flag says, else the environment, else where a driver listens by itself.
+    /// The same with `--timeout` as the limit of each call instead of the whole command.
+    pub(crate) fn per_call(&self) -> Self {
+        Self { limits_calls: true, ..self.clone() }
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + if self.limits_calls { NO_DEADLINE } else { self.timeout }
+    }
+
+    /// The driver's socket: the flag, else the environment, else the driver's default.
     ///
     /// # Errors
-    /// The environment says something else than a socket.
+    /// The environment variable is no socket path.
     pub(crate) fn endpoint(&self) -> Result<SocketPath> {
         if let Some(endpoint) = &self.endpoint {
             return Ok(endpoint.clone());
@@ -88,20 +120,21 @@ impl Options {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// For people
+    /// Text for people
     Table,
-    /// For programs
+    /// One JSON document
     Json,
+    /// One JSON document per line: an element of a list, or a block extent
+    Ndjson,
 }
 
-/// The exit code of a process that SIGPIPE ended, which is what became of the reader of ours.
+/// Exit code of a process that SIGPIPE ends: the reader of the output is gone.
 pub(crate) const READER_GONE: u8 = 141;
 
-/// Runs one command on a runtime of its own. Exit codes: 0 done; 1 a finding or a mismatch; 2 a
-/// pool that cannot be checked at all.
+/// Runs one command. The exit codes are those of docs/reference/commands.md.
 ///
 /// # Errors
-/// What the driver or the system refused, as text for people.
+/// The driver or the system refused; the text is for a user.
 pub fn run(command: Command) -> Result<ExitCode> {
     let outcome = match command {
         Command::Volume(args) => on_runtime(volume::run(args)),
@@ -121,12 +154,12 @@ pub(crate) fn on_runtime<F: Future<Output = Result<ExitCode>>>(command: F) -> Re
         .build()
         .context("start the runtime")?;
     let outcome = runtime.block_on(command);
-    // A read of a device that hangs must not keep the process.
+    // A blocked read of a device must not keep the process alive.
     runtime.shutdown_timeout(Duration::from_secs(1));
     outcome
 }
 
-/// Connects, runs `work`, and gives up on both when `--timeout` is over.
+/// Connects and runs `work`; fails when `--timeout` is over.
 async fn bounded<T>(
     options: &Options,
     work: impl AsyncFnOnce(Connection) -> Result<T>,
@@ -136,9 +169,10 @@ async fn bounded<T>(
         .await
 }
 
-/// Runs `work`, which is told the deadline, and gives up on it when `--timeout` is over.
+/// Runs `work`, which gets the deadline; fails when `--timeout` is over.
 async fn in_time<T>(options: &Options, work: impl AsyncFnOnce(Instant) -> Result<T>) -> Result<T> {
-    let deadline = Instant::now() + options.timeout;
+    let _shown = progress::start("waiting for the driver", options.print.quiet);
+    let deadline = options.deadline();
     match tokio::time::timeout_at(deadline, work(deadline)).await {
         Ok(outcome) => outcome,
         Err(_) => bail!("{}", timed_out(options.timeout)),
@@ -147,16 +181,29 @@ async fn in_time<T>(options: &Options, work: impl AsyncFnOnce(Instant) -> Result
 
 fn timed_out(timeout: Duration) -> String {
     let timeout = humantime::format_duration(timeout);
-    format!("not done within {timeout}; --timeout allows more")
+    format!("not done within {timeout}; set a longer --timeout")
 }
 
-/// More than 0 and at most a year: beyond that, sums of times overflow.
+/// More than 0 and at most a year: sums of longer times overflow.
 fn parse_timeout(text: &str) -> Result<Duration, String> {
     let timeout = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     match timeout {
         Duration::ZERO => Err("must be more than 0".to_owned()),
         long if long > Duration::from_secs(365 * 86_400) => Err("at most 365 days".to_owned()),
         timeout => Ok(timeout),
+    }
+}
+
+/// Prints prepared text; a reader that is gone is no error.
+///
+/// # Errors
+/// Standard output cannot be written.
+pub fn print_text(text: &[u8]) -> Result<ExitCode> {
+    use std::io::Write as _;
+    let mut out = io::stdout().lock();
+    match out.write_all(text).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(ExitCode::from(READER_GONE)),
+        outcome => outcome.map(|()| ExitCode::SUCCESS).context("print"),
     }
 }
 
@@ -190,20 +237,20 @@ mod tests {
     }
 
     #[test]
-    fn options_are_taken_before_and_after_the_verb() {
+    fn options_stand_before_or_after_the_verb() {
         for line in [
             "x volume --endpoint unix:///a --output json list",
             "x volume list --endpoint unix:///a --output json",
         ] {
             let Ok(Command::Volume(args)) = parse(line) else { panic!("{line}") };
             assert_eq!(args.options.endpoint().unwrap().to_string(), "unix:///a");
-            assert_eq!(args.options.output, Output::Json);
+            assert_eq!(args.options.print.output, Output::Json);
             assert_eq!(args.options.timeout, Duration::from_secs(600));
         }
     }
 
     #[test]
-    fn what_contradicts_itself_is_refused() {
+    fn contradictory_and_invalid_flags_are_refused() {
         for line in [
             "x volume create v --block --fs ext4",
             "x volume create v --from-snapshot a --from-volume b",
@@ -216,7 +263,19 @@ mod tests {
             "x volume inline publish h",
             "x volume inline publish h --target t --attribute size",
             "x snapshot allocated s --starting-offset=-1x",
-            "x snapshot verify a",
+            "x snapshot verify",
+            "x snapshot verify a --sample 0",
+            "x snapshot verify a --sample 101",
+            "x snapshot verify a --source /dev/x",
+            "x snapshot map",
+            "x snapshot map a --volume v",
+            "x snapshot map a --file map.png",
+            "x snapshot group create g",
+            "x snapshot list --bases --volume",
+            "x volume create v --size 0",
+            "x volume create v --limit 0",
+            "x volume expand v --size 0",
+            "x volume show",
             "x base list",
             "x base list --volume v --target s",
             "x base keep s",
@@ -256,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_and_a_cluster_are_not_asked_at_once() {
+    fn endpoint_and_namespace_exclude_each_other() {
         for line in [
             "x snapshot allocated s --namespace n --endpoint unix:///a",
             "x snapshot --endpoint unix:///a delta a b --namespace n",
@@ -291,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_went_away_is_not_a_failure_of_ours() {
+    fn a_reader_that_is_gone_is_not_an_error() {
         let gone = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)).context("print");
         assert!(reader_gone(&gone));
         assert!(!reader_gone(&anyhow::anyhow!("UNAVAILABLE: broken pipe")));

@@ -1,33 +1,45 @@
-//! Names for ids: a volume or snapshot is found by the name that it was made with, which CSI does
-//! not return, but which the driver's ids carry as a slug ([`ids`]).
+//! Names for ids. CSI does not return the name that a volume or snapshot was created with, but the
+//! driver's ids contain it as a slug ([`ids`]).
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use super::connection::{Connection, refused};
 use crate::backend::ids;
 use crate::proto::csi::v1 as csi;
 
-/// Entries to ask for in one page of a list.
+/// Entries of one page of a list.
 const PAGE: i32 = 1000;
 
-/// The name to show for an id: its slug, or the id itself when another driver made it.
+/// The name to print for an id: its slug, or the id itself if another driver created it.
 pub fn name_of(id: &str) -> &str {
     ids::name_of(id).unwrap_or(id)
 }
 
-/// The volume with this id or name. An id that is not listed is taken as it is, since undoing what
-/// is gone already must be possible.
+/// The volume with this id or name. An id that is not listed passes, so that the driver reports
+/// what it knows of it.
 ///
 /// # Errors
-/// No volume of that name, or several.
+/// No volume or several volumes have that name.
 pub async fn volume(connection: &Connection, reference: &str) -> Result<csi::Volume> {
     match find_volume(connection, reference).await? {
         Some(volume) => Ok(volume),
         None if is_id("vol-", reference) => {
             Ok(csi::Volume { volume_id: reference.to_owned(), ..csi::Volume::default() })
         }
-        None => bail!("no volume named {reference:?}; `volume list` shows what there is"),
+        None => bail!("{}", no_volume(reference)),
     }
+}
+
+/// The volume with this id or name, which is listed.
+///
+/// # Errors
+/// No volume or several volumes have that name or id.
+pub async fn existing_volume(connection: &Connection, reference: &str) -> Result<csi::Volume> {
+    find_volume(connection, reference).await?.with_context(|| no_volume(reference))
+}
+
+fn no_volume(reference: &str) -> String {
+    format!("no volume named {reference:?}; `csi-loopback volume list` lists the volumes")
 }
 
 /// The volume with this id or name, if it is listed.
@@ -41,20 +53,32 @@ pub async fn find_volume(connection: &Connection, reference: &str) -> Result<Opt
     search.finish()
 }
 
-/// The id of the snapshot with this id or name. An id that is not listed is taken as it is: a
-/// deleted snapshot is still good as the base of a delta.
+/// The id of the snapshot with this id or name. An id that is not listed passes: a deleted snapshot
+/// can still be the base of a delta.
 ///
 /// # Errors
-/// No snapshot of that name, or several.
+/// No snapshot or several snapshots have that name.
 pub async fn snapshot_id(connection: &Connection, reference: &str) -> Result<String> {
     match find_snapshot(connection, reference).await? {
         Some(snapshot) => Ok(snapshot.snapshot_id),
         None if is_id("snap-", reference) => Ok(reference.to_owned()),
-        None => bail!(
-            "no snapshot named {reference:?}; `snapshot list` shows what there is, and one that was \
-             deleted goes by its id"
-        ),
+        None => bail!("{}", no_snapshot(reference)),
     }
+}
+
+/// The snapshot with this id or name, which is listed.
+///
+/// # Errors
+/// No snapshot or several snapshots have that name or id.
+pub async fn existing_snapshot(connection: &Connection, reference: &str) -> Result<csi::Snapshot> {
+    find_snapshot(connection, reference).await?.with_context(|| no_snapshot(reference))
+}
+
+fn no_snapshot(reference: &str) -> String {
+    format!(
+        "no snapshot named {reference:?}; `csi-loopback snapshot list` lists the snapshots, and \
+         `csi-loopback snapshot list --bases` the ids of deleted ones that can be a base"
+    )
 }
 
 /// The snapshot with this id or name, if it is listed.
@@ -116,7 +140,7 @@ fn is_id(prefix: &str, reference: &str) -> bool {
     reference.starts_with(prefix) && ids::name_of(reference).is_some()
 }
 
-/// A search through a list. An exact id wins over names, wherever in the list it stands.
+/// A search through a list. An exact id wins over names, wherever it is in the list.
 struct Search<T> {
     kind: &'static str,
     reference: String,
@@ -128,7 +152,7 @@ struct Search<T> {
 impl<T> Search<T> {
     fn new(kind: &'static str, reference: &str) -> Result<Self> {
         if reference.is_empty() {
-            bail!("an empty {kind} name was given");
+            bail!("the {kind} name is empty");
         }
         Ok(Self {
             kind,
@@ -154,7 +178,7 @@ impl<T> Search<T> {
         if self.named.len() > 1 {
             let ids: Vec<_> = self.named.iter().map(|(id, _)| id.as_str()).collect();
             bail!(
-                "{} {}s are named {:?}, use an id: {}",
+                "{} {}s are named {:?}; use an id: {}",
                 ids.len(),
                 self.kind,
                 self.reference,
@@ -188,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_no_slug_is_found_by_its_hash() {
+    fn a_name_that_is_not_a_slug_is_found_by_its_hash() {
         let name = "pvc / with spaces";
         let id = format!("vol-{}-0123456789abcdef", ids::slug(name));
         assert_eq!(search(name, &[DATA, &id]).unwrap(), Some(id));
@@ -210,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn namesakes_are_an_error_that_lists_them() {
+    fn an_ambiguous_name_is_an_error_that_lists_the_ids() {
         let other = "vol-data-fedcba9876543210";
         let error = search("data", &[DATA, other]).unwrap_err().to_string();
         assert!(error.contains(DATA) && error.contains(other), "{error}");
@@ -218,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_looks_like_an_id_is_passed_on_unlisted() {
+    fn only_an_id_passes_without_being_listed() {
         assert!(is_id("snap-", "snap-a-0123456789abcdef"));
         for other in ["a", "snap-a", "vol-a-0123456789abcdef", "snap-a-0123456789ABCDEF"] {
             assert!(!is_id("snap-", other), "{other}");

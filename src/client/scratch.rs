@@ -1,16 +1,18 @@
-//! Volumes made for a moment: each is made from a snapshot, attached read-only as a raw block device
-//! below a private directory, and removed again, with the directory, whatever happened in between.
+//! Temporary volumes: each is created from a snapshot, attached read-only as a raw block device
+//! below a private directory, and removed with the directory, whatever happens in between.
 //!
-//! A call is noted down before it is made, so that the clean-up undoes whatever may have been done.
-//! Only a kill of this process leaves something behind: volumes named `verify-…` and a directory
-//! `csi-loopback-verify-…`.
+//! A call is noted before it is made, so that the clean-up undoes whatever may have happened. Only
+//! a killed process leaves volumes named `verify-…` and a directory `csi-loopback-verify-…`; its
+//! lock on the directory is gone then, and the next verification removes both.
 
-use std::fs;
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::geteuid;
 use tonic::{Code, Status};
 
 use super::connection::{Connection, refused};
@@ -19,8 +21,18 @@ use super::{capability, names, volume};
 use crate::proto::csi::v1 as csi;
 use crate::proto::csi::v1::volume_capability::access_mode::Mode;
 
-/// How long to wait before a call of the clean-up is tried again.
+/// Wait before the clean-up repeats a call.
 const PAUSE: Duration = Duration::from_millis(250);
+
+/// Time limit for removing what one killed process left.
+const REMOVAL: Duration = Duration::from_secs(60);
+
+/// Names of private directories and of temporary volumes, before the number of the process's run.
+const DIRECTORY_PREFIX: &str = "csi-loopback-verify-";
+const VOLUME_PREFIX: &str = "verify-";
+
+/// Digits of the number of a run.
+const NONCE_DIGITS: usize = 16;
 
 /// A private directory and the volumes attached below it.
 #[derive(Debug)]
@@ -28,13 +40,15 @@ pub struct Scratch {
     root: PathBuf,
     nonce: String,
     volumes: Vec<Temporary>,
+    /// Held as long as the process uses the directory.
+    _lock: Flock<File>,
 }
 
-/// A temporary volume and how far it has come.
+/// A temporary volume and the calls that were made for it.
 #[derive(Debug)]
 struct Temporary {
     name: String,
-    /// Not known until CreateVolume has answered.
+    /// Unknown until CreateVolume has returned.
     id: Option<String>,
     directory: PathBuf,
     staging: PathBuf,
@@ -43,26 +57,99 @@ struct Temporary {
     maybe_published: bool,
 }
 
+/// Removes the volumes and the directories below `parent` of killed processes. Returns a message
+/// for each.
+///
+/// # Errors
+/// The volumes cannot be listed.
+pub async fn remove_leftovers(connection: &Connection, parent: &Path) -> Result<Vec<String>> {
+    let abandoned = abandoned(parent);
+    if abandoned.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut listed = Vec::new();
+    names::each_volume(connection, |entry| {
+        let volume = entry.volume.unwrap_or_default();
+        listed.push(names::name_of(&volume.volume_id).to_owned());
+    })
+    .await?;
+    let mut messages = Vec::new();
+    for mut scratch in abandoned {
+        let of_run = format!("{VOLUME_PREFIX}{}-", scratch.nonce);
+        let entries = fs::read_dir(&scratch.root).into_iter().flatten().flatten();
+        let directories = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let mut names: Vec<String> = listed.iter().cloned().chain(directories).collect();
+        names.retain(|name| name.starts_with(&of_run));
+        names.sort();
+        names.dedup();
+        let volumes = names.into_iter().map(|name| Temporary {
+            maybe_staged: true,
+            maybe_published: true,
+            ..Temporary::new(&scratch.root, name)
+        });
+        scratch.volumes = volumes.collect();
+        let root = scratch.root.display().to_string();
+        let count = scratch.volumes.len();
+        let bounded = connection.until(tokio::time::Instant::now() + REMOVAL);
+        messages.push(match scratch.clean(&bounded).await {
+            Ok(()) => format!("removed {root} and {count} volumes of a killed verification"),
+            Err(error) => format!("a killed verification left {root}: {error:#}"),
+        });
+    }
+    Ok(messages)
+}
+
+/// The private directories whose process has ended.
+fn abandoned(parent: &Path) -> Vec<Scratch> {
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let nonce = name.strip_prefix(DIRECTORY_PREFIX)?.to_owned();
+            let is_nonce =
+                nonce.len() == NONCE_DIGITS && nonce.bytes().all(|b| b.is_ascii_hexdigit());
+            let root = entry.path();
+            // Another user may have created a directory with such a name.
+            let is_own = fs::symlink_metadata(&root)
+                .is_ok_and(|data| data.is_dir() && data.uid() == geteuid().as_raw());
+            let lock = lock(&root).filter(|_| is_nonce && is_own)?;
+            Some(Scratch { root, nonce, volumes: Vec::new(), _lock: lock })
+        })
+        .collect()
+}
+
+/// The lock on a private directory; `None` while another process holds it.
+fn lock(root: &Path) -> Option<Flock<File>> {
+    let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    let directory = OpenOptions::new().read(true).custom_flags(flags).open(root).ok()?;
+    Flock::lock(directory, FlockArg::LockExclusiveNonblock).ok()
+}
+
 impl Scratch {
-    /// Makes the directory, for root alone.
-    pub fn new() -> Result<Self> {
-        let nonce = format!("{:016x}", getrandom::u64().map_err(|error| anyhow!("{error}"))?);
-        let root = std::env::temp_dir().join(format!("csi-loopback-verify-{nonce}"));
+    /// Creates the directory below `parent`; only the user can read it.
+    pub fn new(parent: &Path) -> Result<Self> {
+        let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
+        let nonce = format!("{random:016x}");
+        let root = parent.join(format!("{DIRECTORY_PREFIX}{nonce}"));
         make_dir(&root)?;
-        Ok(Self { root, nonce, volumes: Vec::new() })
+        // A process that removes leftovers may lock the directory first, and remove it.
+        let lock = lock(&root).with_context(|| {
+            format!("{} was removed by another verification; retry", root.display())
+        })?;
+        Ok(Self { root, nonce, volumes: Vec::new(), _lock: lock })
     }
 
     /// Attaches the data of a snapshot and returns the path of its block device.
     ///
     /// # Errors
-    /// What the driver refuses, and a stop. [`Scratch::clean`] must follow all the same.
+    /// The driver refuses, or a stop. [`Scratch::clean`] must follow in any case.
     pub async fn attach(
         &mut self,
         connection: &Connection,
         stop: &Stop,
         snapshot: &csi::Snapshot,
     ) -> Result<PathBuf> {
-        let name = format!("verify-{}-{}", self.nonce, self.volumes.len());
+        let name = format!("{VOLUME_PREFIX}{}-{}", self.nonce, self.volumes.len());
         let source = csi::volume_content_source::SnapshotSource {
             snapshot_id: snapshot.snapshot_id.clone(),
         };
@@ -84,7 +171,8 @@ impl Scratch {
         self.publish(connection, stop, volume, reader(), true).await
     }
 
-    /// Creates and attaches an empty volume of this name and returns the path of its block device, which can be written.
+    /// Creates and attaches an empty volume of this name and returns the path of its writable block
+    /// device.
     ///
     /// # Errors
     /// The driver refuses, or a stop. [`Scratch::clean`] or [`Scratch::release`] must follow.
@@ -119,7 +207,7 @@ impl Scratch {
         readonly: bool,
     ) -> Result<PathBuf> {
         let Some(temporary) = self.volumes.last_mut() else {
-            bail!("the temporary volume was not noted down");
+            bail!("the temporary volume is not recorded");
         };
         make_dir(&temporary.directory)?;
         make_dir(&temporary.staging)?;
@@ -159,8 +247,8 @@ impl Scratch {
         stop.check()?;
         self.volumes.push(Temporary::new(&self.root, request.name.clone()));
         let mut controller = connection.controller();
-        let answer = stop.step(async { Ok(controller.create_volume(request).await) }).await?;
-        match answer {
+        let response = stop.step(async { Ok(controller.create_volume(request).await) }).await?;
+        match response {
             Ok(response) => {
                 let volume = response.into_inner().volume.unwrap_or_default();
                 if let Some(temporary) = self.volumes.last_mut() {
@@ -177,11 +265,11 @@ impl Scratch {
         }
     }
 
-    /// Undoes all that [`Scratch::attach`] did or may have done. `connection` brings the time that
-    /// this may take.
+    /// Undoes everything that [`Scratch::attach`] did or may have done. The deadline of
+    /// `connection` limits it.
     ///
     /// # Errors
-    /// What is left behind, and why.
+    /// What remains, and why.
     pub async fn clean(self, connection: &Connection) -> Result<()> {
         self.undo(connection, true).await
     }
@@ -192,8 +280,8 @@ impl Scratch {
     }
 
     async fn undo(self, connection: &Connection, delete: bool) -> Result<()> {
-        let Self { root, volumes, .. } = self;
-        let mut left = Vec::new();
+        let Self { root, volumes, .. } = &self;
+        let mut remaining = Vec::new();
         for temporary in volumes.iter().rev() {
             let removal = tokio::time::timeout_at(
                 connection.deadline(),
@@ -201,24 +289,24 @@ impl Scratch {
             );
             match removal.await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => left.push(format!("volume {}: {error:#}", temporary.name)),
-                Err(_) => left.push(format!("volume {}: no answer in time", temporary.name)),
+                Ok(Err(error)) => remaining.push(format!("volume {}: {error:#}", temporary.name)),
+                Err(_) => remaining.push(format!("volume {}: no response in time", temporary.name)),
             }
         }
-        // Not recursive: should something still be mounted below, its files must not be touched.
+        // Not recursive: the files of a mount that remains must not be touched.
         let directories = volumes.iter().flat_map(|volume| [&volume.staging, &volume.directory]);
-        for directory in directories.chain([&root]) {
+        for directory in directories.chain([root]) {
             match fs::remove_dir(directory) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    left.push(format!("directory {}: {error}", directory.display()));
+                    remaining.push(format!("directory {}: {error}", directory.display()));
                 }
                 _ => {}
             }
         }
-        if left.is_empty() {
+        if remaining.is_empty() {
             return Ok(());
         }
-        bail!("left behind: {}", left.join("; "))
+        bail!("not removed: {}", remaining.join("; "))
     }
 }
 
@@ -273,7 +361,7 @@ impl Temporary {
     }
 }
 
-/// Calls until the answer is final; the caller bounds the time.
+/// Repeats a call until its response is final; the caller limits the time.
 async fn retried<T>(call: impl AsyncFn() -> Result<T, Status>) -> Result<()> {
     loop {
         match call().await {
@@ -284,8 +372,8 @@ async fn retried<T>(call: impl AsyncFn() -> Result<T, Status>) -> Result<()> {
     }
 }
 
-/// Whether a code says that the call did nothing and never will. After the others the driver may
-/// still be at work, or may have done it without being able to say so.
+/// Whether a code means that the call did nothing and never will. After other codes the driver may
+/// still be working, or may have done it and failed to respond.
 const fn is_final(code: Code) -> bool {
     matches!(
         code,
@@ -301,7 +389,7 @@ const fn is_final(code: Code) -> bool {
     )
 }
 
-/// A raw block device that nobody writes to.
+/// A raw block device that is only read.
 fn reader() -> csi::VolumeCapability {
     capability::block(Mode::SingleNodeReaderOnly)
 }
@@ -310,9 +398,48 @@ fn make_dir(path: &Path) -> Result<()> {
     fs::DirBuilder::new()
         .mode(0o700)
         .create(path)
-        .with_context(|| format!("make {}", path.display()))
+        .with_context(|| format!("create {}", path.display()))
 }
 
 fn text(path: &Path) -> Result<String> {
     path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fake_driver::Fake;
+    use super::*;
+
+    #[test]
+    fn only_directories_of_ended_processes_are_abandoned() {
+        let parent = tempfile::tempdir().unwrap();
+        let running = Scratch::new(parent.path()).unwrap();
+        assert!(abandoned(parent.path()).is_empty());
+        for other in ["csi-loopback-verify-x", "other"] {
+            fs::create_dir(parent.path().join(other)).unwrap();
+        }
+        let root = running.root.clone();
+        drop(running);
+        let found: Vec<_> = abandoned(parent.path()).into_iter().map(|one| one.root).collect();
+        assert_eq!(found, [root]);
+    }
+
+    #[tokio::test]
+    async fn volumes_of_a_killed_process_are_removed() {
+        let fake = Fake::new([("a", vec![1; 4096])], &[]);
+        let server = fake.serve();
+        let soon = tokio::time::Instant::now() + Duration::from_secs(60);
+        let connection = Connection::open(&server.endpoint, soon).await.unwrap();
+        let snapshot = names::existing_snapshot(&connection, "a").await.unwrap();
+        let parent = tempfile::tempdir().unwrap();
+        let mut killed = Scratch::new(parent.path()).unwrap();
+        let stop = Stop::unsignalled(Duration::from_secs(60));
+        killed.attach(&connection, &stop, &snapshot).await.unwrap();
+        let root = killed.root.display().to_string();
+        drop(killed);
+        let messages = remove_leftovers(&connection, parent.path()).await.unwrap();
+        let removed = format!("removed {root} and 1 volumes of a killed verification");
+        assert!(messages.contains(&removed), "{messages:?}");
+        fake.assert_nothing_left();
+    }
 }

@@ -1,16 +1,21 @@
-//! `snapshot`: cut, list and delete snapshots, ask for their blocks, and prove a delta by bytes.
+//! `snapshot`: take, list and delete snapshots, list and draw their blocks, and verify them by
+//! their bytes.
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use serde::Serialize;
-use serde_json::json;
 
 use super::block_map::{BlockMap, Query, Window};
 use super::cluster::{self, ClusterArgs};
 use super::connection::{Connection, refused};
-use super::{Options, Output, bounded, format, names, print_map, verify};
+use super::group::{self, GroupCommand};
+use super::map::{self, MapArgs};
+use super::print_map::Printer;
+use super::verify::{self, VerifyArgs};
+use super::volume::changed;
+use super::{Options, Output, base, bounded, format, names};
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
 
@@ -24,26 +29,43 @@ pub struct SnapshotArgs {
 
 #[derive(Debug, Subcommand)]
 enum SnapshotCommand {
-    /// Cut a snapshot of a volume
+    /// Take a snapshot of a volume
+    #[command(after_help = "Example:
+  csi-loopback snapshot create monday --volume data")]
     Create {
-        /// Name of the new snapshot; the same name again returns the same snapshot
+        /// Name of the new snapshot
         name: String,
         /// Volume, by name or id
         #[arg(long)]
         volume: String,
     },
-    /// Show all snapshots
+    /// List snapshots, or with --bases all that can be the base of a delta
+    #[command(after_help = "Examples:
+  csi-loopback snapshot list --volume data
+  csi-loopback snapshot list --bases --volume data")]
     List {
-        /// Only those of this volume, by name or id
+        /// Only snapshots of this volume, by name or id
         #[arg(long)]
         volume: Option<String>,
+        /// List usable bases, deleted snapshots included, with their expiry
+        #[arg(long)]
+        bases: bool,
     },
-    /// Delete a snapshot; its id stays good as the base of a delta
+    /// Delete a snapshot; its id remains a valid base of deltas
+    #[command(after_help = "Example:
+  csi-loopback snapshot delete monday")]
     Delete {
         /// Name or id
         snapshot: String,
+        /// Exit with 0 if the snapshot does not exist
+        #[arg(long)]
+        if_exists: bool,
     },
-    /// Print the extents that hold data
+    /// List the extents that hold data
+    #[command(after_help = "Examples:
+  csi-loopback snapshot allocated monday
+  csi-loopback snapshot allocated monday --starting-offset 1Gi --output ndjson
+  csi-loopback snapshot allocated monday --namespace demo")]
     Allocated {
         /// Name or id; with --namespace, name of a VolumeSnapshot
         snapshot: String,
@@ -52,17 +74,19 @@ enum SnapshotCommand {
         #[command(flatten)]
         cluster: Box<ClusterArgs>,
     },
-    /// Print the extents that changed from one snapshot to a later one
-    #[command(override_usage = DELTA_USAGE)]
+    /// List the extents that changed from one snapshot to a later one
+    #[command(override_usage = DELTA_USAGE, after_help = "Examples:
+  csi-loopback snapshot delta monday tuesday
+  csi-loopback snapshot delta snap-monday-d6c160afa2a7f59a tuesday --output json
+  csi-loopback snapshot delta monday tuesday --namespace demo --api session")]
     Delta {
-        /// The earlier snapshot, by name or id; a deleted one by id. With --namespace, name of a VolumeSnapshot. With
-        /// --base-id there is no BASE
+        /// Earlier snapshot, by name or id; a deleted one by id
         #[arg(value_name = "BASE")]
         first: String,
-        /// The later snapshot, by name or id; with --namespace, name of a VolumeSnapshot
+        /// Later snapshot, by name or id; with --namespace, name of a VolumeSnapshot
         #[arg(required_unless_present = "base_id", conflicts_with = "base_id")]
         target: Option<String>,
-        /// CSI handle of the earlier snapshot, whose VolumeSnapshot may be gone, instead of BASE
+        /// CSI handle of the earlier snapshot, instead of BASE
         #[arg(long, value_name = "HANDLE")]
         base_id: Option<String>,
         #[command(flatten)]
@@ -70,96 +94,129 @@ enum SnapshotCommand {
         #[command(flatten)]
         cluster: Box<ClusterArgs>,
     },
-    /// Prove by bytes that a snapshot plus its delta is the later snapshot (on the driver's node)
-    Verify {
-        /// The earlier snapshot, by name or id
-        base: String,
-        /// The later snapshot, by name or id
-        target: String,
-    },
+    /// Draw allocated and changed blocks of snapshots as a map
+    #[command(after_help = "Examples:
+  csi-loopback snapshot map monday
+  csi-loopback snapshot map monday tuesday wednesday
+  csi-loopback snapshot map --volume data --file map.svg")]
+    Map(Box<MapArgs>),
+    /// Verify by all bytes that the listed blocks are complete
+    #[command(override_usage = VERIFY_USAGE, after_help = "Examples:
+  csi-loopback snapshot verify monday tuesday
+  csi-loopback snapshot verify monday --sample 5
+  csi-loopback snapshot verify monday tuesday --namespace demo --source /dev/xvda --target /dev/xvdb")]
+    Verify(Box<VerifyArgs>),
+    /// Take, list and delete snapshots of several volumes
+    #[command(subcommand)]
+    Group(GroupCommand),
 }
 
 const DELTA_USAGE: &str = "csi-loopback snapshot delta [OPTIONS] <BASE> <TARGET>
        csi-loopback snapshot delta [OPTIONS] --base-id <HANDLE> <TARGET>";
 
+const VERIFY_USAGE: &str = "csi-loopback snapshot verify [OPTIONS] <TARGET>
+       csi-loopback snapshot verify [OPTIONS] <BASE> <TARGET>";
+
 #[derive(Debug, Args)]
 struct WindowArgs {
-    /// Offset in bytes from which on extents are wanted
-    #[arg(long, default_value_t = 0, value_name = "BYTES", allow_negative_numbers = true)]
+    /// First byte to list, such as 4096 or 1Gi
+    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = offset, allow_negative_numbers = true)]
     starting_offset: i64,
-    /// Extents in one message of the driver, at most; 0 leaves it to the driver
+    /// Maximum number of extents per message; 0 for the driver's default
     #[arg(long, default_value_t = 0, value_name = "N", allow_negative_numbers = true)]
     max_results: i32,
-    /// Extents to print, 0 for all [default: 20 in a table, all in JSON]
+    /// Maximum number of extents to print, 0 for all [default: 20 in a table, else 0]
     #[arg(long, value_name = "N")]
     limit_rows: Option<u64>,
 }
 
+/// An offset in bytes. A negative number passes: it tests how a driver refuses it.
+fn offset(text: &str) -> Result<i64, String> {
+    if text.starts_with('-') {
+        return text.parse().map_err(|_| format!("{text:?} is not a size"));
+    }
+    let bytes = quantity::parse(text)?;
+    i64::try_from(bytes).map_err(|_| format!("{text:?} is too large for CSI"))
+}
+
 pub async fn run(args: SnapshotArgs) -> Result<ExitCode> {
     let SnapshotArgs { options, command } = args;
-    let output = options.output;
-    // It cleans up after itself when time runs out, so it minds the time itself.
-    if let SnapshotCommand::Verify { base, target } = command {
-        return verify::run(&options, &base, &target).await;
-    }
-    let command = match in_cluster(&options, command).await? {
-        Some(command) => command,
-        None => return Ok(ExitCode::SUCCESS),
+    let command = match command {
+        SnapshotCommand::Verify(args) => return verify::run(&options, *args).await,
+        SnapshotCommand::Map(args) => return map::run(&options, *args).await,
+        other => other,
     };
-    bounded(&options, async move |connection| {
-        let connection = &connection;
-        match command {
-            SnapshotCommand::Create { name, volume } => {
-                create(connection, name, &volume, output).await
-            }
-            SnapshotCommand::List { volume } => list(connection, volume, output).await,
-            SnapshotCommand::Delete { snapshot } => delete(connection, &snapshot, output).await,
-            SnapshotCommand::Allocated { snapshot, window, cluster: _ } => {
-                let snapshot = names::snapshot_id(connection, &snapshot).await?;
-                ask(connection, Query::Allocated { snapshot }, &window, output).await
-            }
-            SnapshotCommand::Delta { first, target, base_id, window, cluster: _ } => {
-                let is_id = base_id.is_some();
-                let (base, target) = pair(first, target, base_id);
-                let base = match is_id {
-                    true => base,
-                    false => names::snapshot_id(connection, &base).await?,
-                };
-                let target = names::snapshot_id(connection, &target).await?;
-                ask(connection, Query::Delta { base, target }, &window, output).await
-            }
-            SnapshotCommand::Verify { .. } => Ok(()),
-        }
-    })
-    .await?;
+    if let Some(command) = in_cluster(&options, command).await? {
+        let output = options.print.output;
+        bounded(&options, async |connection| on_driver(&connection, command, output).await).await?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Answers what is asked of a cluster; gives back what is asked of a driver.
+async fn on_driver(
+    connection: &Connection,
+    command: SnapshotCommand,
+    output: Output,
+) -> Result<()> {
+    match command {
+        SnapshotCommand::Create { name, volume } => create(connection, name, &volume, output).await,
+        SnapshotCommand::List { volume, bases: false } => list(connection, volume, output).await,
+        SnapshotCommand::List { volume, bases: true } => {
+            list_bases(connection, volume, output).await
+        }
+        SnapshotCommand::Delete { snapshot, if_exists } => {
+            delete(connection, &snapshot, if_exists, output).await
+        }
+        SnapshotCommand::Group(command) => group::run(connection, command, output).await,
+        SnapshotCommand::Allocated { snapshot, window, cluster: _ } => {
+            let snapshot = names::snapshot_id(connection, &snapshot).await?;
+            list_blocks(connection, Query::Allocated { snapshot }, &window, output).await
+        }
+        SnapshotCommand::Delta { first, target, base_id, window, cluster: _ } => {
+            let is_id = base_id.is_some();
+            let (base, target) = pair(first, target, base_id);
+            let base = match is_id {
+                true => base,
+                false => names::snapshot_id(connection, &base).await?,
+            };
+            let target = names::snapshot_id(connection, &target).await?;
+            list_blocks(connection, Query::Delta { base, target }, &window, output).await
+        }
+        SnapshotCommand::Map(_) | SnapshotCommand::Verify(_) => {
+            bail!("this command runs without a shared connection")
+        }
+    }
+}
+
+/// Lists blocks through Kubernetes; returns the command if it is for a driver.
 async fn in_cluster(
     options: &Options,
     command: SnapshotCommand,
 ) -> Result<Option<SnapshotCommand>> {
     let (query, window, cluster) = match command {
-        SnapshotCommand::Allocated { snapshot, window, cluster } if cluster.asked() => {
+        SnapshotCommand::Allocated { snapshot, window, cluster } if cluster.is_requested() => {
             (Query::Allocated { snapshot }, window, cluster)
         }
-        SnapshotCommand::Delta { first, target, base_id, window, cluster } if cluster.asked() => {
+        SnapshotCommand::Delta { first, target, base_id, window, cluster }
+            if cluster.is_requested() =>
+        {
             let cluster = Box::new(cluster.base_by_handle(base_id.is_some()));
             let (base, target) = pair(first, target, base_id);
             (Query::Delta { base, target }, window, cluster)
         }
         other => return Ok(Some(other)),
     };
-    cluster::ask(options, *cluster, query, window.window(), window.limit_rows).await?;
+    let printer =
+        Printer::new(options.print.output, &query, cluster.namespace(), window.limit_rows);
+    cluster::list(options, *cluster, query, window.window(), printer).await?;
     Ok(None)
 }
 
-/// Base and target, whichever of the two usages has them.
+/// Base and target of either usage.
 fn pair(first: String, target: Option<String>, base_id: Option<String>) -> (String, String) {
     match base_id {
         Some(base) => (base, first),
-        // It is required then.
+        // clap requires TARGET then.
         None => (first, target.unwrap_or_default()),
     }
 }
@@ -170,34 +227,39 @@ impl WindowArgs {
     }
 }
 
-async fn ask(
+async fn list_blocks(
     connection: &Connection,
     query: Query,
     args: &WindowArgs,
     output: Output,
 ) -> Result<()> {
-    print_map::run(query, None, output, args.limit_rows, async |query| {
-        BlockMap::open(connection, query, args.window()).await
-    })
-    .await
+    let printer = Printer::new(output, &query, None, args.limit_rows);
+    printer.print(BlockMap::open(connection, query, args.window()).await?).await
 }
 
 async fn create(connection: &Connection, name: String, volume: &str, output: Output) -> Result<()> {
+    let source_volume_id = names::volume(connection, volume).await?.volume_id;
+    let previous = names::find_snapshot(connection, &name).await?;
     let request = csi::CreateSnapshotRequest {
-        source_volume_id: names::volume(connection, volume).await?.volume_id,
+        source_volume_id,
         name,
         ..csi::CreateSnapshotRequest::default()
     };
     let response = connection.controller().create_snapshot(request).await.map_err(refused)?;
-    let row = Row::from(response.into_inner().snapshot.unwrap_or_default());
-    match output {
-        Output::Json => format::print_json(&row),
-        Output::Table => Ok(format::print(&format!(
-            "snapshot {} created, {}",
-            row.id,
-            format::bytes(row.size_bytes)
-        ))?),
-    }
+    let snapshot = response.into_inner().snapshot.unwrap_or_default();
+    let existed = previous.is_some_and(|previous| previous.snapshot_id == snapshot.snapshot_id);
+    let created = Created { row: Row::from(snapshot), changed: !existed };
+    format::print_one(output, &created, |Created { row, changed }| {
+        let state = if *changed { "created" } else { "exists already" };
+        format!("snapshot {} {state}, {}", row.id, format::bytes(row.size_bytes))
+    })
+}
+
+#[derive(Debug, Serialize)]
+struct Created {
+    #[serde(flatten)]
+    row: Row,
+    changed: bool,
 }
 
 async fn list(connection: &Connection, volume: Option<String>, output: Output) -> Result<()> {
@@ -208,10 +270,25 @@ async fn list(connection: &Connection, volume: Option<String>, output: Output) -
     let mut rows = Vec::new();
     names::each_snapshot(connection, &volume_id, |snapshot| rows.push(Row::from(snapshot))).await?;
     rows.sort_by(|a, b| (&a.volume_id, &a.created, &a.id).cmp(&(&b.volume_id, &b.created, &b.id)));
-    format::print_rows(output, &rows, shown)
+    format::print_rows(output, &rows, table)
 }
 
-fn shown(rows: &[Row]) -> String {
+/// The bases of one volume or of all volumes.
+async fn list_bases(connection: &Connection, volume: Option<String>, output: Output) -> Result<()> {
+    let mut volume_ids = Vec::new();
+    match volume {
+        Some(reference) => volume_ids.push(names::volume(connection, &reference).await?.volume_id),
+        None => {
+            names::each_volume(connection, |entry| {
+                volume_ids.extend(entry.volume.map(|volume| volume.volume_id));
+            })
+            .await?;
+        }
+    }
+    base::print_of_volumes(connection, volume_ids, output).await
+}
+
+pub fn table(rows: &[Row]) -> String {
     let rows: Vec<_> = rows
         .iter()
         .map(|row| {
@@ -228,32 +305,42 @@ fn shown(rows: &[Row]) -> String {
     format::table(["NAME", "ID", "VOLUME", "SIZE", "CREATED", "READY"], &["SIZE"], &rows)
 }
 
-async fn delete(connection: &Connection, reference: &str, output: Output) -> Result<()> {
-    let snapshot_id = names::snapshot_id(connection, reference).await?;
+async fn delete(
+    connection: &Connection,
+    reference: &str,
+    if_exists: bool,
+    output: Output,
+) -> Result<()> {
+    const KIND: &str = "snapshot";
+    let snapshot = match if_exists {
+        true => names::find_snapshot(connection, reference).await?,
+        false => Some(names::existing_snapshot(connection, reference).await?),
+    };
+    let Some(snapshot) = snapshot else {
+        return changed(output, KIND, reference, "deleted", false);
+    };
+    let snapshot_id = snapshot.snapshot_id;
     let request = csi::DeleteSnapshotRequest {
         snapshot_id: snapshot_id.clone(),
         ..csi::DeleteSnapshotRequest::default()
     };
     connection.controller().delete_snapshot(request).await.map_err(refused)?;
-    match output {
-        Output::Json => format::print_json(&json!({ "id": snapshot_id, "state": "deleted" })),
-        Output::Table => Ok(format::print(&format!("snapshot {snapshot_id} deleted"))?),
-    }
+    changed(output, KIND, &snapshot_id, "deleted", true)
 }
 
 /// A snapshot as it is printed.
 #[derive(Debug, Serialize)]
-struct Row {
-    name: String,
-    id: String,
+pub struct Row {
+    pub name: String,
+    pub id: String,
     /// The volume's name.
-    volume: String,
-    volume_id: String,
-    size_bytes: u64,
-    created: Option<String>,
-    ready: bool,
+    pub volume: String,
+    pub volume_id: String,
+    pub size_bytes: u64,
+    pub created: Option<String>,
+    pub ready: bool,
     #[serde(skip_serializing_if = "String::is_empty")]
-    group_snapshot_id: String,
+    pub group_snapshot_id: String,
 }
 
 impl From<csi::Snapshot> for Row {
@@ -288,6 +375,14 @@ mod tests {
         let expected = "\
 NAME  ID                       VOLUME  SIZE  CREATED                   READY
 a     snap-a-0123456789abcdef  v        1Gi  2025-11-20T21:15:03.000Z  yes";
-        assert_eq!(shown(&[row]), expected);
+        assert_eq!(table(&[row]), expected);
+    }
+
+    #[test]
+    fn an_offset_is_a_size_or_a_negative_number() {
+        assert_eq!((offset("1Mi"), offset("4096"), offset("-1")), (Ok(1 << 20), Ok(4096), Ok(-1)));
+        for wrong in ["", "-", "-1x", "banana", "16384Pi"] {
+            assert!(offset(wrong).is_err(), "{wrong}");
+        }
     }
 }

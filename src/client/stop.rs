@@ -1,5 +1,5 @@
-//! When to stop work that must be undone: on a signal, or when time is up. Each step of the work
-//! asks, so that the clean-up always knows which steps were taken.
+//! When to stop work that must be undone: on a signal, or when time is over. Each step of the work
+//! checks, so that the clean-up knows which steps ran.
 
 use std::time::Duration;
 
@@ -8,27 +8,38 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
-use super::timed_out;
+use super::{Options, timed_out};
 
-/// How long a call that is under way may go on after a signal. Calls take milliseconds; one that is
-/// cut off leaves the clean-up to find out what it has done.
+/// How long a running call may continue after a signal. Calls take milliseconds; after a cancelled
+/// call the clean-up must find out what it did.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Cheap to clone; may be asked from any thread.
+/// Clones share the signal; any thread may check.
 #[derive(Debug, Clone)]
 pub struct Stop {
     signalled: watch::Receiver<bool>,
+    /// Of the whole work.
     deadline: Instant,
+    /// Of each step.
     timeout: Duration,
 }
 
 impl Stop {
-    /// From here on SIGINT, SIGTERM and SIGHUP no longer end the process, but are told by the value
-    /// returned.
-    pub fn listen(timeout: Duration) -> Result<Self> {
+    /// Handles SIGINT, SIGTERM and SIGHUP from now on: they no longer end the process.
+    pub fn listen(options: &Options) -> Result<Self> {
+        Self::listen_until(options.deadline(), options.timeout)
+    }
+
+    /// Leaves signals to their default, which ends the process.
+    pub fn without_signals(options: &Options) -> Self {
+        let (_, signalled) = watch::channel(false);
+        Self { signalled, deadline: options.deadline(), timeout: options.timeout }
+    }
+
+    fn listen_until(deadline: Instant, timeout: Duration) -> Result<Self> {
         let (sender, signalled) = watch::channel(false);
         for kind in [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()] {
-            let mut signals = signal(kind).context("listen to signals")?;
+            let mut signals = signal(kind).context("handle signals")?;
             let sender = sender.clone();
             tokio::spawn(async move {
                 while signals.recv().await.is_some() {
@@ -36,7 +47,7 @@ impl Stop {
                 }
             });
         }
-        Ok(Self { signalled, deadline: Instant::now() + timeout, timeout })
+        Ok(Self { signalled, deadline, timeout })
     }
 
     pub fn deadline(&self) -> Instant {
@@ -55,20 +66,30 @@ impl Stop {
         Ok(())
     }
 
-    /// One step of the work: not begun after a stop, and cut off some time after one.
+    /// One step of the work: does not start after a stop, and is cancelled some time after one.
     pub async fn step<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        self.bound(work, GRACE).await
+        self.bound(work, GRACE, Instant::now() + self.timeout).await
     }
 
-    /// Work that changes nothing: cut off at once by a stop.
+    /// A step that changes nothing: a stop cancels it at once.
     pub async fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        self.bound(work, Duration::ZERO).await
+        self.bound(work, Duration::ZERO, Instant::now() + self.timeout).await
     }
 
-    async fn bound<T>(&self, work: impl Future<Output = Result<T>>, grace: Duration) -> Result<T> {
+    /// Like [`Self::wait`], for the whole work.
+    pub async fn whole<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        self.bound(work, Duration::ZERO, self.deadline).await
+    }
+
+    async fn bound<T>(
+        &self,
+        work: impl Future<Output = Result<T>>,
+        grace: Duration,
+        deadline: Instant,
+    ) -> Result<T> {
         self.check()?;
         tokio::select! {
-            outcome = timeout_at(self.deadline, work) => match outcome {
+            outcome = timeout_at(deadline.min(self.deadline), work) => match outcome {
                 Ok(outcome) => outcome,
                 Err(_) => bail!("{}", timed_out(self.timeout)),
             },
@@ -80,7 +101,7 @@ impl Stop {
     async fn signal(&self, grace: Duration) {
         let mut signalled = self.signalled.clone();
         if signalled.wait_for(|signalled| *signalled).await.is_err() {
-            // Nobody listens any more, so no signal will come.
+            // The sender is gone, so no signal will come.
             std::future::pending::<()>().await;
         }
         tokio::time::sleep(grace).await;
@@ -89,7 +110,7 @@ impl Stop {
 
 #[cfg(test)]
 impl Stop {
-    /// Without signals of the system.
+    /// The caller sends the signal.
     pub fn by_hand(timeout: Duration) -> (watch::Sender<bool>, Self) {
         let (sender, signalled) = watch::channel(false);
         (sender, Self { signalled, deadline: Instant::now() + timeout, timeout })
@@ -106,7 +127,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_step_under_way_gets_a_grace_and_the_next_is_not_begun() {
+    async fn a_running_step_gets_a_grace_and_the_next_does_not_start() {
         let (sender, stop) = Stop::by_hand(Duration::from_secs(600));
         let step = stop.step(async {
             sender.send_replace(true);
@@ -125,7 +146,7 @@ mod tests {
         let (outcome, _) = tokio::join!(waiting, async { sender.send_replace(true) });
         assert_eq!(outcome.unwrap_err().to_string(), "interrupted");
 
-        // The sender is gone: that is no signal.
+        // The sender is gone, which is no signal.
         let (_, stop) = Stop::by_hand(Duration::from_millis(20));
         let error = stop.step(std::future::pending::<Result<()>>()).await.unwrap_err();
         assert!(error.to_string().contains("--timeout"), "{error}");
@@ -133,8 +154,20 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_timeout_limits_a_step_and_not_the_whole() {
+        let (_sender, mut stop) = Stop::by_hand(Duration::from_secs(600));
+        stop.timeout = Duration::from_millis(20);
+        for _ in 0..2 {
+            let error = stop.wait(std::future::pending::<Result<()>>()).await.unwrap_err();
+            assert!(error.to_string().contains("--timeout"), "{error}");
+        }
+        stop.check().unwrap();
+    }
+
+    #[tokio::test]
     async fn a_signal_stops_the_work_and_not_the_process() {
-        let stop = Stop::listen(Duration::from_secs(600)).unwrap();
+        let soon = Duration::from_secs(600);
+        let stop = Stop::listen_until(Instant::now() + soon, soon).unwrap();
         nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
         let error = stop.wait(std::future::pending::<Result<()>>()).await.unwrap_err();
         assert_eq!(error.to_string(), "interrupted");

@@ -1,11 +1,12 @@
-//! `volume`: what a container orchestrator asks of a driver for one volume, one verb for each call.
+//! `volume`: the CSI calls for one volume, one command for each call. [`super::node`] has those of
+//! a node.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use serde_json::json;
@@ -13,11 +14,11 @@ use serde_json::json;
 use super::capability::CapabilityArgs;
 use super::connection::{Connection, refused};
 use super::inline::{self, InlineCommand};
+use super::node::{self, PublishArgs, StageArgs, UnpublishArgs, UnstageArgs};
 use super::stats::stats;
-use super::{Options, Output, bounded, format, names};
+use super::{Options, Output, bounded, format, names, show};
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
-use csi::node_service_capability::{Rpc, Type, rpc};
 
 #[derive(Debug, Args)]
 pub struct VolumeArgs {
@@ -29,153 +30,163 @@ pub struct VolumeArgs {
 
 #[derive(Debug, Subcommand)]
 enum VolumeCommand {
-    /// Make a volume: empty, from a snapshot, or a clone of another volume
+    /// Create a volume: empty, from a snapshot, or a clone of a volume
+    #[command(after_help = "Examples:
+  csi-loopback volume create data --size 10Gi --fs xfs
+  csi-loopback volume create restored --from-snapshot monday")]
     Create(CreateArgs),
-    /// Show all volumes
+    /// List all volumes
+    #[command(after_help = "Example:
+  csi-loopback volume list --output json")]
     List,
-    /// Delete a volume; its snapshots stay
+    /// Show a volume: filesystem, use on this node, tracking, source
+    #[command(after_help = "Example:
+  csi-loopback volume show data")]
+    Show {
+        /// Name or id
+        volume: String,
+    },
+    /// Delete a volume; its snapshots remain
+    #[command(after_help = "Example:
+  csi-loopback volume delete data")]
     Delete {
         /// Name or id
         volume: String,
+        /// Exit with 0 if the volume does not exist
+        #[arg(long)]
+        if_exists: bool,
     },
-    /// Grow a volume, and with --path what sits on it
+    /// Grow a volume, and with --path its device and filesystem
+    #[command(after_help = "Example:
+  csi-loopback volume expand data --size 20Gi --path /mnt/data")]
     Expand {
         /// Name or id
         volume: String,
-        /// New size in bytes or as 2Gi
+        /// New size
         #[arg(long, value_parser = parse_size)]
         size: i64,
-        /// A path where the volume is staged or published: grows the filesystem too
+        /// Path at which the volume is staged or published
         #[arg(long)]
         path: Option<PathBuf>,
-        /// The filesystem is a container runtime's to grow; without it the driver knows whose it is
+        /// Require that a container runtime mounts the volume
         #[arg(long, requires = "path")]
         defer_fs_ops: bool,
     },
-    /// Attach, make the filesystem if there is none, and mount at the staging path
-    Stage {
-        /// Name or id
-        volume: String,
-        /// Directory for the driver; made when missing
-        #[arg(long, value_name = "PATH")]
-        staging: PathBuf,
-        #[command(flatten)]
-        capability: CapabilityArgs,
-    },
-    /// Show a staged volume at a target path
-    Publish {
-        /// Name or id
-        volume: String,
-        /// Where the volume is staged
-        #[arg(long, value_name = "PATH")]
-        staging: PathBuf,
-        /// Directory (filesystem) or file (block) that the driver makes
-        #[arg(long, value_name = "PATH")]
-        target: PathBuf,
-        /// No writes through this path
-        #[arg(long)]
-        read_only: bool,
-        /// Have a container runtime mount the filesystem, and nothing on this host
-        #[arg(long)]
-        defer_fs_ops: bool,
-        #[command(flatten)]
-        capability: CapabilityArgs,
-    },
-    /// Show how full a volume is where it is in use, and whether it is well
+    /// Attach a volume, create a missing filesystem, and mount it
+    #[command(after_help = "Examples:
+  csi-loopback volume stage data --staging /var/tmp/data
+  csi-loopback volume stage raw --staging /var/tmp/raw --block")]
+    Stage(StageArgs),
+    /// Publish a staged volume at a target path
+    #[command(after_help = "Example:
+  csi-loopback volume publish data --staging /var/tmp/data --target /mnt/data")]
+    Publish(PublishArgs),
+    /// Show usage and health of a volume in use
+    #[command(after_help = "Example:
+  csi-loopback volume stats data --path /mnt/data")]
     Stats {
         /// Name or id
         volume: String,
-        /// A path where the volume is staged or published
+        /// Path at which the volume is staged or published
         #[arg(long, value_name = "PATH")]
         path: PathBuf,
-        /// As it was published; without it the driver knows who has mounted it
+        /// Require that a container runtime mounts the volume
         #[arg(long)]
         defer_fs_ops: bool,
     },
     /// Remove a volume from a target path
-    Unpublish {
-        /// Name or id
-        volume: String,
-        #[arg(long, value_name = "PATH")]
-        target: PathBuf,
-        /// As it was published; without it the driver knows who has mounted it
-        #[arg(long)]
-        defer_fs_ops: bool,
-    },
-    /// Unmount from the staging path and detach
-    Unstage {
-        /// Name or id
-        volume: String,
-        #[arg(long, value_name = "PATH")]
-        staging: PathBuf,
-    },
-    /// Volumes that live from one publish to its unpublish, as those declared in pods
+    #[command(after_help = "Example:
+  csi-loopback volume unpublish data --target /mnt/data")]
+    Unpublish(UnpublishArgs),
+    /// Unmount a volume from its staging path and detach it
+    #[command(after_help = "Example:
+  csi-loopback volume unstage data --staging /var/tmp/data --if-staged")]
+    Unstage(UnstageArgs),
+    /// Publish, list and unpublish inline volumes, as kubelet does
     #[command(subcommand)]
     Inline(InlineCommand),
 }
 
 #[derive(Debug, Args)]
 struct CreateArgs {
-    /// Name of the new volume; the same name again returns the same volume
+    /// Name of the new volume
     name: String,
-    /// At least this many bytes, or as 1Gi; the driver's default when left out
+    /// Minimum size, such as 1Gi [default: the source's size, else 1Gi]
     #[arg(long, value_parser = parse_size)]
     size: Option<i64>,
-    /// At most this many bytes, or as 2Gi
-    #[arg(long, value_parser = parse_size)]
+    /// Maximum size
+    #[arg(long, value_parser = parse_size, value_name = "SIZE")]
     limit: Option<i64>,
-    /// Snapshot to start from, by name or id
+    /// Snapshot to copy, by name or id
     #[arg(long, value_name = "SNAPSHOT", conflicts_with = "from_volume")]
     from_snapshot: Option<String>,
     /// Volume to clone, by name or id
     #[arg(long, value_name = "VOLUME")]
     from_volume: Option<String>,
-    /// Whether snapshots of the volume record what changed
+    /// Whether snapshots of the volume record changes [default: true]
     #[arg(long, value_name = "true|false")]
     change_tracking: Option<bool>,
     #[command(flatten)]
     capability: CapabilityArgs,
 }
 
+/// The result of a command on a volume.
+#[derive(Debug, Serialize)]
+pub struct Change {
+    id: String,
+    /// The state after the command, such as `staged`.
+    state: &'static str,
+    /// False if the volume was in that state before.
+    changed: bool,
+}
+
+impl Change {
+    pub fn of(id: String, state: &'static str, changed: bool) -> Self {
+        Self { id, state, changed }
+    }
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, state, changed } = self;
+        match changed {
+            true => write!(f, "volume {id} {state}"),
+            false => write!(f, "volume {id} is already {state}"),
+        }
+    }
+}
+
 pub async fn run(args: VolumeArgs) -> Result<ExitCode> {
     let VolumeArgs { options, command } = args;
-    let output = options.output;
+    let output = options.print.output;
     bounded(&options, async move |connection| {
         let connection = &connection;
-        match command {
-            VolumeCommand::Create(args) => create(connection, args, output).await,
-            VolumeCommand::List => list(connection, output).await,
-            VolumeCommand::Delete { volume } => delete(connection, &volume, output).await,
+        let change = match command {
+            VolumeCommand::Create(args) => return create(connection, args, output).await,
+            VolumeCommand::List => return list(connection, output).await,
+            VolumeCommand::Show { volume } => {
+                return show::run(connection, &volume, output).await;
+            }
             VolumeCommand::Expand { volume, size, path, defer_fs_ops } => {
-                let where_used = path.as_deref().map(|path| (path, defer_fs_ops));
-                expand(connection, &volume, size, where_used, output).await
-            }
-            VolumeCommand::Stage { volume, staging, capability } => {
-                stage(connection, &volume, &staging, &capability, output).await
-            }
-            VolumeCommand::Publish {
-                volume,
-                staging,
-                target,
-                read_only,
-                defer_fs_ops,
-                capability,
-            } => {
-                let how = Publish { staging, target, read_only, defer_fs_ops, capability };
-                publish(connection, &volume, how, output).await
+                let in_use = path.as_deref().map(|path| (path, defer_fs_ops));
+                return expand(connection, &volume, size, in_use, output).await;
             }
             VolumeCommand::Stats { volume, path, defer_fs_ops } => {
                 let volume_id = names::volume(connection, &volume).await?.volume_id;
-                stats(connection, volume_id, &path, defer_fs_ops, output).await
+                return stats(connection, volume_id, &path, defer_fs_ops, output).await;
             }
-            VolumeCommand::Unpublish { volume, target, defer_fs_ops } => {
-                unpublish(connection, &volume, &target, defer_fs_ops, output).await
+            VolumeCommand::Inline(command) => {
+                return inline::run(connection, command, output).await;
             }
-            VolumeCommand::Unstage { volume, staging } => {
-                unstage(connection, &volume, &staging, output).await
+            VolumeCommand::Delete { volume, if_exists } => {
+                delete(connection, &volume, if_exists).await?
             }
-            VolumeCommand::Inline(command) => inline::run(connection, command, output).await,
-        }
+            VolumeCommand::Stage(args) => node::stage(connection, args).await?,
+            VolumeCommand::Publish(args) => node::publish(connection, args).await?,
+            VolumeCommand::Unpublish(args) => node::unpublish(connection, args).await?,
+            VolumeCommand::Unstage(args) => node::unstage(connection, args).await?,
+        };
+        format::print_one(output, &change, Change::to_string)
     })
     .await?;
     Ok(ExitCode::SUCCESS)
@@ -185,6 +196,7 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
     let CreateArgs { name, size, limit, from_snapshot, from_volume, change_tracking, capability } =
         args;
     let source = source(connection, from_snapshot, from_volume).await?;
+    let previous = names::find_volume(connection, &name).await?;
     let request = csi::CreateVolumeRequest {
         name,
         capacity_range: (size.is_some() || limit.is_some()).then(|| csi::CapacityRange {
@@ -197,15 +209,20 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
         ..csi::CreateVolumeRequest::default()
     };
     let response = connection.controller().create_volume(request).await.map_err(refused)?;
-    let row = Row::new(response.into_inner().volume.unwrap_or_default(), None);
-    match output {
-        Output::Json => format::print_json(&row),
-        Output::Table => Ok(format::print(&format!(
-            "volume {} created, {}",
-            row.id,
-            format::bytes(row.capacity_bytes)
-        ))?),
-    }
+    let volume = response.into_inner().volume.unwrap_or_default();
+    let existed = previous.is_some_and(|previous| previous.volume_id == volume.volume_id);
+    let created = Created { row: Row::new(volume, None), changed: !existed };
+    format::print_one(output, &created, |Created { row, changed }| {
+        let state = if *changed { "created" } else { "exists already" };
+        format!("volume {} {state}, {}", row.id, format::bytes(row.capacity_bytes))
+    })
+}
+
+#[derive(Debug, Serialize)]
+struct Created {
+    #[serde(flatten)]
+    row: Row,
+    changed: bool,
 }
 
 async fn source(
@@ -240,10 +257,10 @@ async fn list(connection: &Connection, output: Output) -> Result<()> {
     })
     .await?;
     rows.sort_by(|a, b| (&a.name, &a.id).cmp(&(&b.name, &b.id)));
-    format::print_rows(output, &rows, shown)
+    format::print_rows(output, &rows, table)
 }
 
-fn shown(rows: &[Row]) -> String {
+fn table(rows: &[Row]) -> String {
     let rows: Vec<_> = rows
         .iter()
         .map(|row| {
@@ -258,21 +275,27 @@ fn shown(rows: &[Row]) -> String {
     format::table(["NAME", "ID", "CAPACITY", "CONDITION"], &["CAPACITY"], &rows)
 }
 
-async fn delete(connection: &Connection, reference: &str, output: Output) -> Result<()> {
-    let volume_id = names::volume(connection, reference).await?.volume_id;
+async fn delete(connection: &Connection, reference: &str, if_exists: bool) -> Result<Change> {
+    let volume = match if_exists {
+        true => names::find_volume(connection, reference).await?,
+        false => Some(names::existing_volume(connection, reference).await?),
+    };
+    let Some(volume) = volume else {
+        return Ok(Change::of(reference.to_owned(), "deleted", false));
+    };
     let request = csi::DeleteVolumeRequest {
-        volume_id: volume_id.clone(),
+        volume_id: volume.volume_id.clone(),
         ..csi::DeleteVolumeRequest::default()
     };
     connection.controller().delete_volume(request).await.map_err(refused)?;
-    done(output, &volume_id, "deleted")
+    Ok(Change::of(volume.volume_id, "deleted", true))
 }
 
 async fn expand(
     connection: &Connection,
     reference: &str,
     size: i64,
-    where_used: Option<(&Path, bool)>,
+    in_use: Option<(&Path, bool)>,
     output: Output,
 ) -> Result<()> {
     let volume_id = names::volume(connection, reference).await?.volume_id;
@@ -285,165 +308,72 @@ async fn expand(
     let grown = connection.controller().controller_expand_volume(request).await.map_err(refused)?;
     let csi::ControllerExpandVolumeResponse { capacity_bytes, node_expansion_required } =
         grown.into_inner();
-    if let Some((path, defer_fs_ops)) = where_used {
-        let request = csi::NodeExpandVolumeRequest {
-            volume_id: volume_id.clone(),
-            volume_path: absolute(path)?,
-            capacity_range,
-            defer_fs_ops,
-            ..csi::NodeExpandVolumeRequest::default()
-        };
-        connection.node().node_expand_volume(request).await.map_err(refused)?;
-    }
-    let open = node_expansion_required && where_used.is_none();
-    match output {
-        Output::Json => format::print_json(&json!({
-            "id": volume_id, "capacity_bytes": capacity_bytes, "node_expansion_required": open,
-        })),
-        Output::Table => {
-            let size = format::bytes(u64::try_from(capacity_bytes).unwrap_or_default());
-            let hint = if open {
-                "; where it is in use, `volume expand --path` grows what sits on it"
-            } else {
-                ""
+    let on_node = match in_use {
+        Some((path, defer_fs_ops)) => {
+            let request = csi::NodeExpandVolumeRequest {
+                volume_id: volume_id.clone(),
+                volume_path: absolute(path)?,
+                capacity_range,
+                defer_fs_ops,
+                ..csi::NodeExpandVolumeRequest::default()
             };
-            Ok(format::print(&format!("volume {volume_id} has {size}{hint}"))?)
-        }
-    }
-}
-
-async fn stage(
-    connection: &Connection,
-    reference: &str,
-    staging: &Path,
-    capability: &CapabilityArgs,
-    output: Output,
-) -> Result<()> {
-    let volume = names::volume(connection, reference).await?;
-    // CSI NodeStageVolume: the directory is the caller's to make.
-    fs::create_dir_all(staging).with_context(|| format!("make {}", staging.display()))?;
-    let request = csi::NodeStageVolumeRequest {
-        volume_id: volume.volume_id.clone(),
-        staging_target_path: absolute(staging)?,
-        volume_capability: Some(capability.capability()),
-        volume_context: volume.volume_context,
-        ..csi::NodeStageVolumeRequest::default()
-    };
-    connection.node().node_stage_volume(request).await.map_err(refused)?;
-    done(output, &volume.volume_id, "staged")
-}
-
-/// How to publish a volume.
-struct Publish {
-    staging: PathBuf,
-    target: PathBuf,
-    read_only: bool,
-    defer_fs_ops: bool,
-    capability: CapabilityArgs,
-}
-
-async fn publish(
-    connection: &Connection,
-    reference: &str,
-    how: Publish,
-    output: Output,
-) -> Result<()> {
-    let Publish { staging, target, read_only, defer_fs_ops, capability } = how;
-    if defer_fs_ops {
-        check_defers(connection).await?;
-    }
-    let volume = names::volume(connection, reference).await?;
-    make_parent(&target)?;
-    let request = csi::NodePublishVolumeRequest {
-        volume_id: volume.volume_id.clone(),
-        staging_target_path: absolute(&staging)?,
-        target_path: absolute(&target)?,
-        volume_capability: Some(capability.capability()),
-        readonly: read_only,
-        volume_context: volume.volume_context,
-        defer_fs_ops,
-        ..csi::NodePublishVolumeRequest::default()
-    };
-    connection.node().node_publish_volume(request).await.map_err(refused)?;
-    done(output, &volume.volume_id, "published")
-}
-
-/// That the driver knows `defer_fs_ops`: one that does not passes the field over, and mounts on this host.
-pub async fn check_defers(connection: &Connection) -> Result<()> {
-    let request = csi::NodeGetCapabilitiesRequest {};
-    let answer = connection.node().node_get_capabilities(request).await.map_err(refused)?;
-    ensure!(
-        defers(answer.get_ref()),
-        "--defer-fs-ops: the driver does not have the capability DEFER_FS_OPS; start it with --enable-defer-fs-ops, or upgrade it"
-    );
-    Ok(())
-}
-
-fn defers(answer: &csi::NodeGetCapabilitiesResponse) -> bool {
-    let wanted = Some(Type::Rpc(Rpc { r#type: rpc::Type::DeferFsOps.into() }));
-    answer.capabilities.iter().any(|one| one.r#type == wanted)
-}
-
-/// CSI NodePublishVolume: the parent is the caller's to make, the target the driver's.
-pub fn make_parent(target: &Path) -> Result<()> {
-    match target.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        Some(parent) => {
-            fs::create_dir_all(parent).with_context(|| format!("make {}", parent.display()))
+            connection.node().node_expand_volume(request).await.map(drop).map_err(refused)
         }
         None => Ok(()),
+    };
+    let expanded = Expanded {
+        node_expansion_required: node_expansion_required && (in_use.is_none() || on_node.is_err()),
+        id: volume_id,
+        capacity_bytes,
+    };
+    // The volume has grown in any case, and the output states it.
+    format::print_one(output, &expanded, Expanded::to_string)?;
+    on_node.map_err(|error| {
+        anyhow!(
+            "partial success: volume {} has {} bytes, but its device or filesystem did not grow: {error:#}; repeat the \
+             command when the cause is removed",
+            expanded.id,
+            expanded.capacity_bytes
+        )
+    })
+}
+
+#[derive(Debug, Serialize)]
+struct Expanded {
+    id: String,
+    capacity_bytes: i64,
+    node_expansion_required: bool,
+}
+
+impl fmt::Display for Expanded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = format::bytes(u64::try_from(self.capacity_bytes).unwrap_or_default());
+        write!(f, "volume {} has {bytes}", self.id)?;
+        if self.node_expansion_required {
+            f.write_str(
+                "; `volume expand --path` grows its device and filesystem where it is in use",
+            )?;
+        }
+        Ok(())
     }
 }
 
-async fn unpublish(
-    connection: &Connection,
-    reference: &str,
-    target: &Path,
-    defer_fs_ops: bool,
-    output: Output,
-) -> Result<()> {
-    let volume_id = names::volume(connection, reference).await?.volume_id;
-    let request = csi::NodeUnpublishVolumeRequest {
-        volume_id: volume_id.clone(),
-        target_path: absolute(target)?,
-        defer_fs_ops,
-    };
-    connection.node().node_unpublish_volume(request).await.map_err(refused)?;
-    done(output, &volume_id, "unpublished")
-}
-
-async fn unstage(
-    connection: &Connection,
-    reference: &str,
-    staging: &Path,
-    output: Output,
-) -> Result<()> {
-    let volume_id = names::volume(connection, reference).await?.volume_id;
-    let request = csi::NodeUnstageVolumeRequest {
-        volume_id: volume_id.clone(),
-        staging_target_path: absolute(staging)?,
-    };
-    connection.node().node_unstage_volume(request).await.map_err(refused)?;
-    done(output, &volume_id, "unstaged")
-}
-
-pub fn done(output: Output, id: &str, what: &str) -> Result<()> {
-    match output {
-        Output::Json => format::print_json(&json!({ "id": id, "state": what })),
-        Output::Table => Ok(format::print(&format!("volume {id} {what}"))?),
-    }
-}
-
-/// A path as CSI wants it: absolute, and text.
+/// A path as CSI requires it: absolute, and UTF-8.
 pub fn absolute(path: &Path) -> Result<String> {
     let whole = std::path::absolute(path).with_context(|| format!("path {}", path.display()))?;
     let text = whole.to_str().with_context(|| format!("{} is not UTF-8", whole.display()))?;
     Ok(text.to_owned())
 }
 
-/// A size in bytes that CSI's fields hold.
+/// A size in bytes, more than 0, that fits CSI's fields.
 fn parse_size(text: &str) -> Result<i64, String> {
-    let bytes = quantity::parse(text)?;
-    i64::try_from(bytes).map_err(|_| format!("{bytes} bytes are more than CSI can say"))
+    match i64::try_from(quantity::parse(text)?) {
+        Ok(0) => Err("must be more than 0".to_owned()),
+        Ok(bytes) => Ok(bytes),
+        Err(_) => {
+            Err(format!("{text:?} is too large for CSI, which allows up to {} bytes", i64::MAX))
+        }
+    }
 }
 
 /// A volume as it is printed.
@@ -452,7 +382,7 @@ struct Row {
     name: String,
     id: String,
     capacity_bytes: u64,
-    /// What the driver says of its health, if it does.
+    /// The health that the driver reports, if it does.
     #[serde(skip_serializing_if = "Option::is_none")]
     condition: Option<Condition>,
 }
@@ -473,6 +403,15 @@ impl Row {
                 .map(|csi::VolumeCondition { abnormal, message }| Condition { abnormal, message }),
         }
     }
+}
+
+/// The result of a command without more than an id and a state.
+pub fn changed(output: Output, kind: &str, id: &str, state: &str, changed: bool) -> Result<()> {
+    let value = json!({ "id": id, "state": state, "changed": changed });
+    format::print_one(output, &value, |_| match changed {
+        true => format!("{kind} {id} {state}"),
+        false => format!("{kind} {id} is already {state}"),
+    })
 }
 
 #[cfg(test)]
@@ -502,30 +441,19 @@ NAME   ID                      CAPACITY  CONDITION
 a      vol-a-0123456789abcdef       1Gi  ok
 b      vol-b-0123456789abcdef       1Gi  abnormal: no file
 pvc-7  pvc-7                        1Gi  unknown";
-        assert_eq!(shown(&rows), expected);
-        assert_eq!(shown(&[]), "NAME  ID  CAPACITY  CONDITION");
+        assert_eq!(table(&rows), expected);
+        assert_eq!(table(&[]), "NAME  ID  CAPACITY  CONDITION");
     }
 
     #[test]
-    fn a_driver_of_csi_1_13_or_with_the_former_numbers_does_not_defer() {
-        let with = |numbers: &[i32]| {
-            let rpc = |number: &i32| Some(Type::Rpc(Rpc { r#type: *number }));
-            let capability = |number| csi::NodeServiceCapability { r#type: rpc(number) };
-            let capabilities = numbers.iter().map(capability).collect();
-            defers(&csi::NodeGetCapabilitiesResponse { capabilities })
-        };
-        assert!(with(&[1, 2857]));
-        assert!(!with(&[]) && !with(&[1, 7, 8]) && !with(&[1, 7, 8, 9]));
-    }
-
-    #[test]
-    fn a_size_too_large_for_csi_is_refused() {
+    fn a_size_of_zero_or_too_large_for_csi_is_refused() {
         assert_eq!(parse_size("1Gi"), Ok(1 << 30));
         assert!(parse_size("9223372036854775808").is_err());
+        assert!(parse_size("0").is_err() && parse_size("0Gi").is_err());
     }
 
     #[test]
-    fn tracking_is_left_to_the_driver_unless_asked() {
+    fn tracking_is_the_drivers_default_without_a_flag() {
         assert!(tracking(None).is_empty());
         assert_eq!(tracking(Some(false))["changeTracking"], "false");
     }

@@ -32,6 +32,7 @@ pub(crate) mod snapshot_metadata;
 mod status;
 pub(crate) mod stream;
 pub(crate) mod topology;
+mod volume_admin;
 
 use tonic::{Request, Response, Status};
 

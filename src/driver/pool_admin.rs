@@ -43,7 +43,8 @@ fn grow_pool(
 }
 
 fn pool(status: PoolStatus) -> admin::Pool {
-    let PoolStatus { kind, reason, room, block_size, image } = status;
+    let PoolStatus { kind, reason, room, block_size, image, capacity, overcommit, condition } =
+        status;
     admin::Pool {
         kind: kind.to_string(),
         reason,
@@ -55,6 +56,11 @@ fn pool(status: PoolStatus) -> admin::Pool {
             allocated: image.allocated,
             available_below_bytes: image.available_below,
         }),
+        provisioned_bytes: capacity.provisioned,
+        overcommit,
+        maximum_volume_bytes: capacity.maximum_volume,
+        abnormal: condition.is_abnormal(),
+        message: condition.message,
     }
 }
 

@@ -16,9 +16,10 @@ use super::fault::Faults;
 use super::gauges::Gauges;
 use super::topology::NodeTopology;
 use crate::backend::{self, Backend, Config, FreezeGuard};
-use crate::grpc::{serve, socket};
+use crate::grpc::{reflection, serve, socket};
 use crate::proto::admin::v1::base_admin_server::BaseAdminServer;
 use crate::proto::admin::v1::pool_admin_server::PoolAdminServer;
+use crate::proto::admin::v1::volume_admin_server::VolumeAdminServer;
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
@@ -130,11 +131,24 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         "serving CSI"
     );
     spawn_housekeeping(&backend, &shutdown);
-    serve::until_shutdown(router(plugin), listener, &calls, &shutdown).await
+    serve::until_shutdown(router(plugin)?, listener, &calls, &shutdown).await
 }
 
-fn router(plugin: Plugin) -> tonic::transport::server::Router {
-    Server::builder()
+/// The services that the socket serves, as reflection lists them.
+const SERVICES: [&str; 9] = [
+    "csi.v1.Identity",
+    "csi.v1.Controller",
+    "csi.v1.GroupController",
+    "csi.v1.SnapshotMetadata",
+    "csi.v1.Node",
+    "snapshotsession.SnapshotMetadata",
+    "csiloopback.admin.v1.PoolAdmin",
+    "csiloopback.admin.v1.BaseAdmin",
+    "csiloopback.admin.v1.VolumeAdmin",
+];
+
+fn router(plugin: Plugin) -> anyhow::Result<tonic::transport::server::Router> {
+    let router = Server::builder()
         .add_service(IdentityServer::new(plugin.clone()))
         .add_service(ControllerServer::new(plugin.clone()))
         .add_service(GroupControllerServer::new(plugin.clone()))
@@ -142,7 +156,9 @@ fn router(plugin: Plugin) -> tonic::transport::server::Router {
         .add_service(SessionServer::new(plugin.clone()))
         .add_service(PoolAdminServer::new(plugin.clone()))
         .add_service(BaseAdminServer::new(plugin.clone()))
-        .add_service(NodeServer::new(plugin))
+        .add_service(VolumeAdminServer::new(plugin.clone()))
+        .add_service(NodeServer::new(plugin));
+    reflection::add(router, &SERVICES)
 }
 
 fn health(backend: &Backend) -> HealthCheck {

@@ -3,6 +3,7 @@
 //! ([`call`]), and serving until shutdown ([`serve`]).
 
 pub mod call;
+pub mod reflection;
 pub mod serve;
 pub mod socket;
 

@@ -15,7 +15,7 @@ use super::program::Runner;
 use super::service::{MAX_CALLS, Ops};
 use crate::crust::Directory;
 use crate::grpc::call::Calls;
-use crate::grpc::{serve, socket};
+use crate::grpc::{reflection, serve, socket};
 use crate::proto::crust::runtime_server::RuntimeServer;
 use crate::telemetry::http::Pages;
 use crate::telemetry::metrics::Metrics;
@@ -86,5 +86,6 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let round = move || collector.round();
     tokio::spawn(periodic::run(collect_every, round, shutdown.clone()));
     let router = Server::builder().add_service(RuntimeServer::new(ops));
+    let router = reflection::add(router, &["crust.Runtime"])?;
     serve::until_shutdown(router, listener, &calls, &shutdown).await
 }

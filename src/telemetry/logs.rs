@@ -81,7 +81,10 @@ fn may_be_shown(event: &Metadata<'_>) -> bool {
 pub fn init(args: Args) -> anyhow::Result<()> {
     let Args { log_format, log_level } = args;
     let filter = EnvFilter::try_new(log_level)?.and(filter_fn(may_be_shown));
-    let lines = fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());
+    // https://no-color.org
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let color = stderr().is_terminal() && !no_color;
+    let lines = fmt::layer().with_writer(stderr).with_ansi(color);
     let lines = match log_format {
         Format::Text => lines.with_filter(filter).boxed(),
         Format::Json => lines.json().flatten_event(true).with_filter(filter).boxed(),

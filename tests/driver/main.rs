@@ -3,6 +3,7 @@
 
 mod backup;
 mod bases;
+mod commands;
 mod conditions;
 mod controller;
 mod defer_driver;

@@ -33,6 +33,9 @@ fn the_pool_commands_work_with_attached_volumes() {
     assert_eq!(before["image"]["allocated"], true);
     assert!(number(&before["image"], "available_below_bytes") > 0);
     assert!((300 * MIB..400 * MIB).contains(&number(&before, "total_bytes")), "{before}");
+    assert_eq!((number(&before, "provisioned_bytes"), &before["abnormal"]), (MIB, &false.into()));
+    assert!(before["overcommit"].as_f64().unwrap() >= 1.0, "{before}");
+    assert!(number(&before, "maximum_volume_bytes") > 0, "{before}");
     for _ in 0..2 {
         let grown = driver.cli_json(&["pool", "grow", "--size", "600Mi"]);
         assert_eq!(number(&grown["image"], "size_bytes"), 600 * MIB);
@@ -44,6 +47,7 @@ fn the_pool_commands_work_with_attached_volumes() {
     let shown = driver.cli(&["pool", "status"]);
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(shown.contains("600Mi (629,145,600 bytes), allocated"), "{shown}");
+    assert!(shown.contains("the pool is healthy") && shown.contains("overcommit"), "{shown}");
     assert!(
         shown.contains("4Ki (4,096 bytes)") && number(&before, "block_size_bytes") == 4096,
         "{shown}"

@@ -26,7 +26,7 @@ use tracing::{info, warn};
 use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
-use super::model::Precision;
+use super::model::{Capacity, Condition, Precision};
 use super::sys;
 use super::units::BLOCK_SIZE;
 
@@ -108,7 +108,7 @@ pub struct Room {
 }
 
 /// The status of an open pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct PoolStatus {
     pub kind: PoolKind,
     /// The reason for the kind of the pool.
@@ -118,6 +118,11 @@ pub struct PoolStatus {
     pub block_size: u64,
     /// `None` except for an image pool.
     pub image: Option<ImageStatus>,
+    pub capacity: Capacity,
+    /// The factor by which volumes together may exceed the pool.
+    pub overcommit: f64,
+    /// What is wrong with all volumes of the pool, if anything.
+    pub condition: Condition,
 }
 
 /// The status of a pool image. Sizes in bytes.

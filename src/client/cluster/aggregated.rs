@@ -1,7 +1,8 @@
-//! VolumeSnapshotDelta (KEP-3314): the API server is asked page by page and passes each on to the aggregated API server. What
-//! comes are blocks of one size; they are told as the extents that the other APIs have.
+//! VolumeSnapshotDelta (KEP-3314): each request to the API server, which forwards it to the
+//! aggregated API server, returns a page of blocks of one size. They become extents as in the other
+//! APIs.
 //!
-//! A page that did not come is asked for again and no other: nothing is kept on the other side.
+//! Only a missing page is requested again: the server keeps no state.
 
 use std::time::Duration;
 
@@ -23,19 +24,19 @@ use crate::kubernetes::snapshot_delta::{
 };
 use crate::proto::csi::v1::BlockMetadataType;
 
-/// How long a page may take: as long as an API server lets a request take.
+/// Time limit of a page: the time limit of a request in the API server.
 const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What to ask for besides the snapshots.
+/// Parameters besides the snapshots.
 #[derive(Debug, Default)]
 pub struct Paging {
-    /// Blocks of a page, at most; 0 leaves it to the server.
+    /// Maximum number of blocks per page; 0 means the server's default.
     pub size: u64,
     /// Name of the Secret that the driver needs.
     pub secret: Option<String>,
 }
 
-/// A question, as far as it has been answered.
+/// A listing, and how far it is.
 pub struct Aggregated {
     client: Client,
     namespace: String,
@@ -43,25 +44,25 @@ pub struct Aggregated {
     /// In bytes from the start of the volume.
     starting_offset: u64,
     next: Next,
-    /// In bytes, once a block has come.
+    /// In bytes, after the first block.
     block_size: Option<u64>,
-    /// The last extent so far, which the next page may go on.
+    /// The last extent so far, which the next page may continue.
     run: Option<Extent>,
 }
 
-/// What to ask for next.
+/// The next request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
-    /// One block, wherever it is from this on, for its size: offsets count blocks.
+    /// The first block from this one, for its size: offsets count blocks.
     Size(u64),
-    /// The page that begins with this block.
+    /// The page that starts with this block.
     Page(u64),
     Nothing,
 }
 
 impl Aggregated {
     /// # Errors
-    /// What cannot be asked: a name that is none, a window that is none.
+    /// A name or the window is invalid.
     pub fn new(
         client: Client,
         namespace: &str,
@@ -88,7 +89,7 @@ impl Aggregated {
         Ok(Self { client, namespace, spec, starting_offset, next, block_size: None, run: None })
     }
 
-    /// What comes next of the blocks; `None` if there is nothing more to ask.
+    /// The next blocks; `None` at the end.
     async fn page(&mut self) -> Result<Option<Message>, Failure> {
         loop {
             let (offset, limit) = match self.next {
@@ -117,17 +118,17 @@ impl Aggregated {
                 _ => (follows.map_or(Next::Nothing, Next::Page), &changed_blocks[..]),
             };
             self.next = next;
-            // Without a block it is not known yet what kind of blocks they are.
+            // Without a block the type of the blocks is unknown.
             if !blocks.is_empty() || next == Next::Nothing {
-                return Ok(Some(self.told(blocks, volume_size_bytes)));
+                return Ok(Some(self.message_of(blocks, volume_size_bytes)));
             }
         }
     }
 
-    /// One VolumeSnapshotDelta, which is answered at once and not kept.
+    /// Creates one VolumeSnapshotDelta, which the server answers at once and does not store.
     async fn create(&self, offset: u64, limit: u64) -> Result<VolumeSnapshotDeltaStatus, Failure> {
         let what = self.what();
-        let asked = VolumeSnapshotDelta {
+        let object = VolumeSnapshotDelta {
             api_version: API_VERSION.to_owned(),
             kind: KIND.to_owned(),
             metadata: ObjectMeta {
@@ -138,16 +139,16 @@ impl Aggregated {
             spec: VolumeSnapshotDeltaSpec { offset, limit, ..self.spec.clone() },
             status: None,
         };
-        let body = serde_json::to_vec(&asked).map_err(|error| Failure::never(error.into()))?;
+        let body = serde_json::to_vec(&object).map_err(|error| Failure::never(error.into()))?;
         let path = format!("/apis/{API_VERSION}/namespaces/{}/{PLURAL}", self.namespace);
         let request = Request::post(path)
             .header(header::CONTENT_TYPE, "application/json")
             .header(header::ACCEPT, "application/json")
             .body(body)
             .map_err(|error| Failure::never(error.into()))?;
-        let answer = self.client.request::<VolumeSnapshotDelta>(request);
-        let outcome = match call_within(PAGE_TIMEOUT, &what, async { Ok(answer.await) }).await? {
-            Ok(answered) => answered,
+        let response = self.client.request::<VolumeSnapshotDelta>(request);
+        let outcome = match call_within(PAGE_TIMEOUT, &what, async { Ok(response.await) }).await? {
+            Ok(object) => object,
             Err(error) => return Err(Failure::delta(&what, &self.namespace, error)),
         };
         let status = outcome.status.ok_or_else(|| self.broken("it has no status"))?;
@@ -158,8 +159,9 @@ impl Aggregated {
     }
 
     /// The blocks as extents.
-    fn told(&mut self, blocks: &[ChangedBlock], capacity: Option<u64>) -> Message {
-        // Into blocks of this size extents of variable length are cut on the way here; larger ones are the driver's own.
+    fn message_of(&mut self, blocks: &[ChangedBlock], capacity: Option<u64>) -> Message {
+        // The server splits extents of variable length into blocks of this size; larger blocks are
+        // the driver's own.
         let variable = self.block_size.is_none_or(|size| size == BLOCK_SIZE);
         let mut extents = Vec::new();
         for extent in blocks.iter().map(|block| extent(block, capacity)) {
@@ -193,16 +195,16 @@ impl Aggregated {
     fn broken(&self, wrong: &str) -> Failure {
         let what = self.what();
         Failure::never(anyhow!(
-            "{what}: the aggregated API server's answer cannot be used: {wrong}; see its log and that of the \
-             driver's sidecar"
+            "{what}: the response of the aggregated API server is invalid: {wrong}; check its log and the log of \
+             the driver's sidecar"
         ))
     }
 }
 
-/// What follows a page, if anything does.
+/// The start of the page that follows, if one does.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The page is invalid.
 fn checked(
     page: &VolumeSnapshotDeltaStatus,
     offset: u64,
@@ -211,10 +213,10 @@ fn checked(
 ) -> Result<Option<u64>, String> {
     let blocks = &page.changed_blocks;
     if limit > 0 && blocks.len() as u64 > limit {
-        return Err(format!("it has {} blocks, and {limit} were asked for", blocks.len()));
+        return Err(format!("it has {} blocks, but {limit} were requested", blocks.len()));
     }
     let size = block_size.or_else(|| blocks.first().map(|block| block.block_size_bytes));
-    // The least that the next block's number can be.
+    // The minimum number of the next block.
     let mut least = offset;
     for ChangedBlock { offset, block_size_bytes, .. } in blocks {
         if *block_size_bytes == 0 || Some(*block_size_bytes) != size {
@@ -225,15 +227,15 @@ fn checked(
             return Err(format!("no volume has a block {offset} of {block_size_bytes} bytes"));
         }
         if *offset < least {
-            return Err(format!("block {offset} is out of order: {least} is the least it can be"));
+            return Err(format!("block {offset} is out of order: the minimum is {least}"));
         }
         least = offset + 1;
     }
-    // Without blocks it has to get on all the same.
+    // A page without blocks must advance, too.
     let least = least.max(offset.saturating_add(1));
     match page.state {
         State::Continue if page.next < least => Err(format!(
-            "status.continue is {}, which does not get on: {least} is the least it can be",
+            "status.continue is {}, which does not advance: the minimum is {least}",
             page.next
         )),
         State::Continue => Ok(Some(page.next)),
@@ -241,20 +243,20 @@ fn checked(
     }
 }
 
-/// The last block of a volume may reach beyond its end.
+/// The last block of a volume may extend beyond its end.
 fn extent(block: &ChangedBlock, capacity: Option<u64>) -> Extent {
     let (offset, size) = (block.offset * block.block_size_bytes, block.block_size_bytes);
     let left = capacity.map_or(size, |capacity| capacity.saturating_sub(offset));
-    // What lies beyond altogether is left as it is, for others to refuse.
+    // An extent completely beyond the end remains, and the check refuses it.
     let length = if left == 0 { size } else { size.min(left) };
     Extent { offset, length }
 }
 
 impl BlockApi for Aggregated {
-    type Answer = ();
+    type Response = ();
 
-    /// It is known here what comes next, to the block.
-    async fn ask(&mut self, _from: u64) -> Result<(), Failure> {
+    /// The next block is known already.
+    async fn request(&mut self, _from: u64) -> Result<(), Failure> {
         Ok(())
     }
 

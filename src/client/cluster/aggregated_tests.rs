@@ -1,5 +1,5 @@
-//! VolumeSnapshotDeltas end to end, against an API server in this process that has an aggregated one behind it: what is asked,
-//! what goes on after which interruption, and what is refused. No process, no socket.
+//! VolumeSnapshotDeltas end to end, against an API server in this process with an aggregated one:
+//! requests, resumption after interruptions, and refusals. No process, no socket.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -16,14 +16,14 @@ use super::super::block_map::{BlockMap, Query, Source, Window};
 use super::Limits;
 use super::aggregated::{Aggregated, Paging};
 use super::resume::Resuming;
-use super::tests::{allocated, delta, told};
+use super::tests::{allocated, delta, error_text};
 use crate::backend::Extent;
 use crate::proto::csi::v1::BlockMetadataType;
 
 const PATH: &str = "/apis/cbt.storage.k8s.io/v1alpha1/namespaces/shop/volumesnapshotdeltas";
 const LIMIT: u64 = 256;
 
-/// What is answered to one request, instead of a page.
+/// The response to one request, instead of a page.
 type Other = (u16, Value);
 
 #[derive(Clone, Default)]
@@ -35,11 +35,11 @@ struct State {
     capacity: Option<u64>,
     /// Numbers of blocks, ascending.
     blocks: Vec<u64>,
-    /// Says of the next block that it follows, or only that something may.
+    /// Whether `continue` is the next possible block instead of the next block.
     vague: bool,
-    /// Instead of the next answers; `None` is a page as it should be.
+    /// Replace the next responses; `None` is a valid page.
     others: VecDeque<Option<Other>>,
-    asked: Vec<Value>,
+    requests: Vec<Value>,
 }
 
 impl Server {
@@ -49,7 +49,7 @@ impl Server {
         Self(Arc::new(Mutex::new(State { block_size, capacity, blocks, ..State::default() })))
     }
 
-    /// Answers so, one after the other, before it answers as it should.
+    /// Returns these responses first, one after the other.
     fn first(self, others: impl IntoIterator<Item = Option<Other>>) -> Self {
         self.with(|state| state.others = others.into_iter().collect())
     }
@@ -59,11 +59,11 @@ impl Server {
         self
     }
 
-    /// Offsets and limits that were asked for.
-    fn asked(&self) -> Vec<(u64, u64)> {
-        let asked = self.0.lock().unwrap().asked.clone();
+    /// Requested offsets and limits.
+    fn requests(&self) -> Vec<(u64, u64)> {
+        let requests = self.0.lock().unwrap().requests.clone();
         let number = |spec: &Value, field: &str| spec[field].as_u64().unwrap();
-        asked.iter().map(|spec| (number(spec, "offset"), number(spec, "limit"))).collect()
+        requests.iter().map(|spec| (number(spec, "offset"), number(spec, "limit"))).collect()
     }
 
     fn client(&self) -> kube::Client {
@@ -83,12 +83,12 @@ impl Server {
         kube::Client::new(service, "shop")
     }
 
-    fn answer(&self, asked: Value) -> (Option<u16>, Value) {
-        assert_eq!((&asked["apiVersion"], &asked["kind"]), (&json!(API_VERSION), &json!(KIND)));
-        assert_eq!(asked["metadata"], json!({ "name": "b", "namespace": "shop" }));
+    fn answer(&self, request: Value) -> (Option<u16>, Value) {
+        assert_eq!((&request["apiVersion"], &request["kind"]), (&json!(API_VERSION), &json!(KIND)));
+        assert_eq!(request["metadata"], json!({ "name": "b", "namespace": "shop" }));
         let mut state = self.0.lock().unwrap();
-        let spec = asked["spec"].clone();
-        state.asked.push(spec.clone());
+        let spec = request["spec"].clone();
+        state.requests.push(spec.clone());
         if let Some(Some((code, body))) = state.others.pop_front() {
             return ((code > 0).then_some(code), body);
         }
@@ -134,7 +134,7 @@ fn object(status: Value) -> Value {
 
 /// A Status of the aggregated server.
 fn refusal(code: u16, message: &str, retry_after: u32) -> Option<Other> {
-    // As the object is named that it is about.
+    // The kind of the object that the message names.
     let kind = message.split(' ').next().filter(|word| word.ends_with('s'));
     let details = json!({ "group": "cbt.storage.k8s.io", "kind": kind.unwrap_or("volumesnapshotdeltas"),
         "retryAfterSeconds": retry_after });
@@ -149,27 +149,27 @@ fn broken() -> Option<Other> {
     Some((0, Value::Null))
 }
 
-struct Question {
+struct Request {
     query: Query,
     window: Window,
     paging: Paging,
     timeout: Duration,
 }
 
-impl Default for Question {
+impl Default for Request {
     fn default() -> Self {
         let (window, paging) = (Window::default(), Paging::default());
         Self { query: delta("a"), window, paging, timeout: Duration::from_secs(60) }
     }
 }
 
-fn source(server: &Server, question: Question) -> Result<Resuming<Aggregated>> {
-    let Question { query, window, paging, timeout } = question;
+fn source(server: &Server, listing: Request) -> Result<Resuming<Aggregated>> {
+    let Request { query, window, paging, timeout } = listing;
     let limits = Limits { deadline: Instant::now() + timeout, timeout };
     Ok(Resuming::new(Aggregated::new(server.client(), "shop", &query, window, paging)?, limits))
 }
 
-/// A whole answer: offsets and lengths in bytes, and its shape.
+/// A complete listing: offsets and lengths in bytes, and its shape.
 async fn whole(source: impl Source) -> Result<(Vec<(u64, u64)>, BlockMetadataType, Option<u64>)> {
     let mut map = BlockMap::new(source);
     let mut all = Vec::new();
@@ -180,46 +180,45 @@ async fn whole(source: impl Source) -> Result<(Vec<(u64, u64)>, BlockMetadataTyp
     Ok((all, shape.block_metadata_type, shape.capacity_bytes))
 }
 
-async fn read(server: &Server, question: Question) -> Result<Vec<(u64, u64)>> {
-    Ok(whole(source(server, question)?).await?.0)
+async fn read(server: &Server, listing: Request) -> Result<Vec<(u64, u64)>> {
+    Ok(whole(source(server, listing)?).await?.0)
 }
 
-async fn refused(server: &Server, question: Question) -> String {
-    told(read(server, question).await.map(|_| Vec::new()))
+async fn refused(server: &Server, listing: Request) -> String {
+    error_text(read(server, listing).await.map(|_| Vec::new()))
 }
 
 const K: u64 = 4096;
 
-fn pages_of(size: u64) -> Question {
-    Question { paging: Paging { size, secret: None }, ..Question::default() }
+fn pages_of(size: u64) -> Request {
+    Request { paging: Paging { size, secret: None }, ..Request::default() }
 }
 
 #[tokio::test]
-async fn pages_are_asked_for_until_nothing_follows() {
+async fn pages_are_requested_until_none_follows() {
     let server = Server::new(K, &[0, 4, 5, 9]);
     let (extents, style, capacity) = whole(source(&server, pages_of(2)).unwrap()).await.unwrap();
     assert_eq!(extents, [(0, K), (4 * K, 2 * K), (9 * K, K)]);
     assert_eq!((style, capacity), (BlockMetadataType::VariableLength, Some(K << 20)));
-    assert_eq!(server.asked(), [(0, 2), (5, 2)]);
+    assert_eq!(server.requests(), [(0, 2), (5, 2)]);
 }
 
 #[tokio::test]
-async fn a_question_names_the_snapshots_and_the_secret_and_leaves_the_limit_to_the_server() {
+async fn a_request_names_snapshots_and_secret_but_no_limit() {
     let server = Server::new(K, &[1]);
     for (query, base) in [(delta("a"), Some("a")), (allocated(), None)] {
         let paging = Paging { secret: Some("key".to_owned()), ..Paging::default() };
-        read(&server, Question { query, paging, ..Question::default() }).await.unwrap();
-        let asked = server.0.lock().unwrap().asked.pop().unwrap();
-        assert_eq!(asked["targetVolumeSnapshotName"], "b");
-        assert_eq!(asked.get("baseVolumeSnapshotName").and_then(Value::as_str), base);
-        assert_eq!(asked["secretRef"], json!({ "name": "key" }));
-        assert_eq!((&asked["limit"], &asked["offset"]), (&json!(0), &json!(0)));
+        read(&server, Request { query, paging, ..Request::default() }).await.unwrap();
+        let request = server.0.lock().unwrap().requests.pop().unwrap();
+        assert_eq!(request["targetVolumeSnapshotName"], "b");
+        assert_eq!(request.get("baseVolumeSnapshotName").and_then(Value::as_str), base);
+        assert_eq!(request["secretRef"], json!({ "name": "key" }));
+        assert_eq!((&request["limit"], &request["offset"]), (&json!(0), &json!(0)));
     }
 }
 
 #[tokio::test]
-async fn neighbours_of_variable_length_are_one_extent_over_all_pages_and_blocks_of_another_size_stay()
- {
+async fn adjacent_blocks_of_4_kib_become_one_extent_across_pages() {
     let blocks = [2, 3, 4, 5, 6, 9];
     for vague in [false, true] {
         let server = Server::new(K, &blocks).with(|state| state.vague = vague);
@@ -232,17 +231,17 @@ async fn neighbours_of_variable_length_are_one_extent_over_all_pages_and_blocks_
 }
 
 #[tokio::test]
-async fn the_smaller_of_two_limits_counts() {
+async fn the_smaller_of_two_limits_applies() {
     for (size, max_results, limit) in [(0, 7, 7), (3, 0, 3), (3, 7, 3), (7, 3, 3)] {
         let server = Server::new(K, &[1]);
         let window = Window { max_results, ..Window::default() };
-        read(&server, Question { window, ..pages_of(size) }).await.unwrap();
-        assert_eq!(server.asked(), [(0, limit)]);
+        read(&server, Request { window, ..pages_of(size) }).await.unwrap();
+        assert_eq!(server.requests(), [(0, limit)]);
     }
 }
 
 #[tokio::test]
-async fn an_interrupted_answer_goes_on_with_the_page_that_did_not_come() {
+async fn an_interrupted_listing_resumes_with_the_missing_page() {
     let blocks: Vec<u64> = (0..10).map(|n| n * 2).collect();
     let later = |code| refusal(code, "later", 0);
     let unavailable = Some((503, json!("service unavailable\n")));
@@ -262,33 +261,33 @@ async fn an_interrupted_answer_goes_on_with_the_page_that_did_not_come() {
     ]);
     let answer = read(&server, pages_of(3)).await.unwrap();
     assert_eq!(answer, blocks.iter().map(|block| (block * K, K)).collect::<Vec<_>>());
-    let offsets: Vec<_> = server.asked().iter().map(|asked| asked.0).collect();
+    let offsets: Vec<_> = server.requests().iter().map(|request| request.0).collect();
     assert_eq!(offsets, [0, 0, 6, 6, 6, 12, 12, 12, 18, 18, 18, 18]);
 }
 
 #[tokio::test]
-async fn a_server_that_says_when_to_try_again_is_not_asked_before() {
+async fn a_retry_waits_as_long_as_the_server_requires() {
     let server = Server::new(K, &[1]).first([refusal(429, "too many", 1)]);
     let begin = Instant::now();
-    read(&server, Question::default()).await.unwrap();
+    read(&server, Request::default()).await.unwrap();
     assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
     let server = Server::new(K, &[1]).first([refusal(429, "too many", 40)]);
-    let question = Question { timeout: Duration::from_secs(30), ..Question::default() };
-    let told = refused(&server, question).await;
-    assert!(told.contains("--timeout") && told.contains("too many"), "{told}");
-    assert_eq!(server.asked().len(), 1);
+    let listing = Request { timeout: Duration::from_secs(30), ..Request::default() };
+    let error_text = refused(&server, listing).await;
+    assert!(error_text.contains("--timeout") && error_text.contains("too many"), "{error_text}");
+    assert_eq!(server.requests().len(), 1);
 }
 
 #[tokio::test]
-async fn an_api_server_that_cannot_be_reached_at_first_ends_it() {
+async fn an_api_server_that_is_unreachable_at_first_is_an_error() {
     let server = Server::new(K, &[1]).first([broken()]);
-    let told = refused(&server, Question::default()).await;
-    assert!(told.contains("VolumeSnapshotDelta of shop/a and b"), "{told}");
-    assert_eq!(server.asked().len(), 1);
+    let error_text = refused(&server, Request::default()).await;
+    assert!(error_text.contains("VolumeSnapshotDelta of shop/a and b"), "{error_text}");
+    assert_eq!(server.requests().len(), 1);
 }
 
 #[tokio::test]
-async fn a_refusal_is_told_with_the_next_step_and_not_repeated() {
+async fn a_refusal_has_a_next_step_and_is_not_retried() {
     let missing = Some((404, json!("404 page not found\n")));
     for (answer, words) in [
         (refusal(404, "volumesnapshots \"b\" is gone", 0), &["\"b\" is gone", "-n shop"][..]),
@@ -298,17 +297,17 @@ async fn a_refusal_is_told_with_the_next_step_and_not_repeated() {
         (refusal(401, "who?", 0), &["credentials"]),
         (refusal(422, "spec.limit: too much", 0), &["spec.limit: too much"]),
         (refusal(409, "is being deleted", 0), &["is being deleted"]),
-        (refusal(501, "d.example tells no blocks", 0), &["tells no blocks", "full backups"]),
+        (refusal(501, "d.example lists no blocks", 0), &["lists no blocks", "full backups"]),
     ] {
         let server = Server::new(K, &[1]).first([answer]);
-        let told = refused(&server, Question::default()).await;
-        assert!(words.iter().all(|word| told.contains(word)), "{told}");
-        assert_eq!(server.asked().len(), 1, "{told}");
+        let error_text = refused(&server, Request::default()).await;
+        assert!(words.iter().all(|word| error_text.contains(word)), "{error_text}");
+        assert_eq!(server.requests().len(), 1, "{error_text}");
     }
 }
 
 #[tokio::test]
-async fn what_the_driver_refuses_ends_it_with_the_drivers_words_and_the_next_step() {
+async fn a_drivers_refusal_has_its_message_and_a_next_step() {
     for (error, words) in [
         ("FAILED_PRECONDITION: base_snapshot_id: no record", &["no record", "full backup"][..]),
         ("NOT_FOUND: no such snapshot", &["is Failed: NOT_FOUND: no such snapshot"]),
@@ -317,14 +316,14 @@ async fn what_the_driver_refuses_ends_it_with_the_drivers_words_and_the_next_ste
     ] {
         let failed = object(json!({ "state": "Failed", "error": error }));
         let server = Server::new(K, &[1]).first([Some((201, failed))]);
-        let told = refused(&server, Question::default()).await;
-        assert!(words.iter().all(|word| told.contains(word)), "{told}");
-        assert_eq!(server.asked().len(), 1);
+        let error_text = refused(&server, Request::default()).await;
+        assert!(words.iter().all(|word| error_text.contains(word)), "{error_text}");
+        assert_eq!(server.requests().len(), 1);
     }
 }
 
 #[tokio::test]
-async fn a_page_that_cannot_be_is_refused_as_the_servers_error() {
+async fn an_invalid_page_is_an_error_of_the_server() {
     let capacity = Some(1 << 40);
     let block = |offset: u64, size: u64| json!({ "offset": offset, "blockSizeBytes": size });
     let blocks =
@@ -338,33 +337,37 @@ async fn a_page_that_cannot_be_is_refused_as_the_servers_error() {
         (blocks(&[block(1, K), block(2, 2 * K)]), "several sizes"),
         (blocks(&[block(u64::MAX, K)]), "no volume has a block"),
         (blocks(&[block(1 << 60, 1 << 60)]), "no volume has a block"),
-        (page(K, &[1, 2], Some(2), capacity), "does not get on: 3"),
-        (page(K, &[], Some(0), capacity), "does not get on: 1"),
-        (page(K, &[1, 2, 3, 4], None, capacity), "4 blocks, and 3"),
+        (page(K, &[1, 2], Some(2), capacity), "does not advance: the minimum is 3"),
+        (page(K, &[], Some(0), capacity), "does not advance: the minimum is 1"),
+        (page(K, &[1, 2, 3, 4], None, capacity), "4 blocks, but 3"),
         (without, "no status"),
     ] {
         let server = Server::new(K, &[1]).first([Some((201, answer))]);
-        let told = refused(&server, pages_of(3)).await;
-        assert!(told.contains(words) && told.contains("aggregated API server's answer"), "{told}");
+        let error_text = refused(&server, pages_of(3)).await;
+        assert!(
+            error_text.contains(words)
+                && error_text.contains("response of the aggregated API server"),
+            "{error_text}"
+        );
     }
     // Past the end, as in every API.
     let beyond = page(K, &[(1 << 20) + 1], None, Some(K << 20));
     let server = Server::new(K, &[]).first([Some((201, beyond))]);
-    assert!(refused(&server, Question::default()).await.contains("past the end of the volume"));
+    assert!(refused(&server, Request::default()).await.contains("past the end of the volume"));
 }
 
 #[tokio::test]
-async fn a_later_page_is_held_to_the_ones_before() {
+async fn a_later_page_is_checked_against_earlier_ones() {
     let first = page(K, &[5, 6], Some(9), Some(K << 20));
     for (second, words) in [
-        (page(K, &[8], None, Some(K << 20)), "block 8 is out of order: 9"),
+        (page(K, &[8], None, Some(K << 20)), "block 8 is out of order: the minimum is 9"),
         (page(2 * K, &[9], None, Some(K << 20)), "several sizes"),
         (page(K, &[9], None, Some(K << 21)), "changed the block metadata type or the capacity"),
         (page(K, &[9], None, None), "changed the block metadata type or the capacity"),
     ] {
         let answers = [first.clone(), second].map(|page| Some((201, page)));
-        let told = refused(&Server::new(K, &[]).first(answers), Question::default()).await;
-        assert!(told.contains(words), "{told}");
+        let error_text = refused(&Server::new(K, &[]).first(answers), Request::default()).await;
+        assert!(error_text.contains(words), "{error_text}");
     }
 }
 
@@ -373,23 +376,23 @@ async fn an_empty_page_may_be_followed_by_another() {
     let empty = page(8 * K, &[], Some(700), Some(K << 30));
     let server = Server::new(8 * K, &[800]).with(|state| state.capacity = Some(K << 30));
     let server = server.first([Some((201, empty))]);
-    assert_eq!(read(&server, Question::default()).await.unwrap(), [(800 * 8 * K, 8 * K)]);
-    assert_eq!(server.asked(), [(0, 0), (700, 0)]);
+    assert_eq!(read(&server, Request::default()).await.unwrap(), [(800 * 8 * K, 8 * K)]);
+    assert_eq!(server.requests(), [(0, 0), (700, 0)]);
 }
 
 #[tokio::test]
-async fn nothing_changed_is_an_answer() {
+async fn a_listing_may_be_empty() {
     for capacity in [Some(K << 20), None] {
         let server = Server::new(K, &[]).with(|state| state.capacity = capacity);
-        let whole = whole(source(&server, Question::default()).unwrap()).await.unwrap();
+        let whole = whole(source(&server, Request::default()).unwrap()).await.unwrap();
         assert_eq!(whole, (Vec::new(), BlockMetadataType::VariableLength, capacity));
     }
 }
 
 #[tokio::test]
-async fn a_volume_whose_size_is_not_told_is_listed_all_the_same() {
+async fn a_volume_of_unknown_size_is_listed() {
     let server = Server::new(K, &[1, 1 << 40]).with(|state| state.capacity = None);
-    let whole = whole(source(&server, Question::default()).unwrap()).await.unwrap();
+    let whole = whole(source(&server, Request::default()).unwrap()).await.unwrap();
     let extents = vec![(K, K), (K << 40, K)];
     assert_eq!(whole, (extents, BlockMetadataType::VariableLength, None));
 }
@@ -397,29 +400,30 @@ async fn a_volume_whose_size_is_not_told_is_listed_all_the_same() {
 #[tokio::test]
 async fn the_last_block_ends_with_the_volume() {
     let server = Server::new(4 * K, &[0, 2]).with(|state| state.capacity = Some(9 * K));
-    assert_eq!(read(&server, Question::default()).await.unwrap(), [(0, 4 * K), (8 * K, K)]);
+    assert_eq!(read(&server, Request::default()).await.unwrap(), [(0, 4 * K), (8 * K, K)]);
 }
 
 #[tokio::test]
-async fn a_window_that_cannot_be_is_refused_by_name() {
+async fn an_invalid_window_is_refused_by_name() {
     let server = Server::new(K, &[1]);
     for (starting_offset, max_results, flag) in
         [(-1, 0, "--starting-offset"), (0, -1, "--max-results")]
     {
         let window = Window { starting_offset, max_results };
-        assert!(refused(&server, Question { window, ..Question::default() }).await.contains(flag));
+        assert!(refused(&server, Request { window, ..Request::default() }).await.contains(flag));
     }
-    assert!(server.asked().is_empty());
+    assert!(server.requests().is_empty());
     let window = Window { starting_offset: (K << 20) as i64 + 1, max_results: 0 };
-    let told = refused(&server, Question { window, ..Question::default() }).await;
-    assert!(told.contains("--starting-offset must lie within"), "{told}");
-    let handle = Question { query: delta("Handle/7"), ..Question::default() };
+    let error_text = refused(&server, Request { window, ..Request::default() }).await;
+    assert!(error_text.contains("--starting-offset must lie within"), "{error_text}");
+    let handle = Request { query: delta("Handle/7"), ..Request::default() };
     assert!(
-        refused(&server, handle).await.contains("--api metadata --base-id takes the CSI handle")
+        refused(&server, handle).await.contains("--api metadata --base-id accepts the CSI handle")
     );
 }
 
-/// What the API of streams says (docs/reference/driver.md): from the block on that holds the offset.
+/// The listing of the streaming API (docs/reference/driver.md): from the block that contains the
+/// offset.
 fn expected(blocks: &[u64], size: u64, from: u64) -> Vec<(u64, u64)> {
     let mut all: Vec<(u64, u64)> = Vec::new();
     for block in blocks.iter().filter(|block| (**block + 1) * size > from) {
@@ -438,7 +442,7 @@ fn on_runtime<T>(work: impl Future<Output = T>) -> T {
 
 proptest! {
     #[test]
-    fn any_pages_from_any_offset_are_the_rows_of_one_stream(
+    fn pages_from_any_offset_equal_one_stream(
         blocks in prop::collection::btree_set(0..60u64, 0..40),
         size in prop::sample::select(vec![K, 4 * K]),
         limit in 0..9u64,
@@ -452,8 +456,8 @@ proptest! {
             (state.vague, state.capacity) = (vague, Some(capacity));
         });
         let window = Window { starting_offset: from as i64, max_results: 0 };
-        let question = Question { window, ..pages_of(limit) };
-        let answer = on_runtime(read(&server, question)).unwrap();
+        let listing = Request { window, ..pages_of(limit) };
+        let answer = on_runtime(read(&server, listing)).unwrap();
         prop_assert_eq!(answer, expected(&blocks, size, from));
     }
 }

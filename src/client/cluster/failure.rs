@@ -1,4 +1,4 @@
-//! Why an attempt came to nothing, told with the next step, and whether another one may help.
+//! Failed attempts: the error with its next step, and whether another attempt can succeed.
 
 use std::time::Duration;
 
@@ -14,19 +14,18 @@ use crate::kubernetes::snapshot_delta::{GROUP, PLURAL, VERSION};
 pub struct Failure {
     pub error: anyhow::Error,
     pub retry: Retry,
-    /// How long to wait before another attempt, at least.
+    /// Minimum wait before another attempt.
     pub after: Duration,
 }
 
-/// When another attempt may help.
+/// When another attempt can succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Retry {
-    /// It is a matter of time.
+    /// The error is temporary.
     Always,
-    /// Where a first message has come, it has worked before and may again; else it is set up wrongly.
+    /// After a first message the setup is known to work; before, it is probably wrong.
     OnceBegun,
-    /// Once after extents have come: a token may have expired since, or the time be over that the sidecar
-    /// allows one stream.
+    /// Once after new extents: a token may have expired, or the sidecar's time limit of a stream.
     AfterProgress,
     Never,
 }
@@ -40,7 +39,7 @@ impl Failure {
         Self::new(Retry::Never, error)
     }
 
-    /// What the API server answered, or why it did not, when asked for `what`.
+    /// A failed call of the API server for `what`.
     pub fn api(what: &str, error: kube::Error) -> Self {
         let kube::Error::Api(status) = error else {
             let error = anyhow::Error::from(error).context(what.to_owned());
@@ -49,25 +48,26 @@ impl Failure {
         let message = &status.message;
         match status.code {
             401 => Self::never(anyhow!(
-                "{what}: the API server does not accept the kubeconfig's credentials: {message}"
+                "{what}: the API server rejects the kubeconfig's credentials: {message}"
             )),
-            // A webhook says itself what has to be done.
+            // The message of a webhook has its own next step.
             403 if message.contains("denied the request") => {
                 Self::never(anyhow!("{what}: {message}"))
             }
-            403 => Self::never(anyhow!("{what}: {message}; RBAC has to allow it")),
+            403 => Self::never(anyhow!("{what}: {message}; grant the right with RBAC")),
             404 => Self::never(anyhow!("{what}: {message}")),
             408 | 429 | 500.. => Self::new(Retry::OnceBegun, anyhow!("{what}: {message}")),
             _ => Self::never(anyhow!("{what}: {message}")),
         }
     }
 
-    /// What was answered instead of a VolumeSnapshotDelta in `namespace`.
+    /// A failed creation of a VolumeSnapshotDelta in `namespace`.
     pub fn delta(what: &str, namespace: &str, error: kube::Error) -> Self {
         let kube::Error::Api(status) = error else { return Self::api(what, error) };
         let details = status.details.as_ref();
         let after = details.map_or(0, |details| details.retry_after_seconds);
-        // Who answers through the aggregation layer names what it is about; the layer itself does not.
+        // A server behind the aggregation layer names the kind of the object; the layer itself does
+        // not.
         let object = details.map_or("", |details| details.kind.as_str());
         let aggregated = !object.is_empty();
         let message = status.message.trim();
@@ -76,29 +76,29 @@ impl Failure {
             503 | 504 if aggregated => (Retry::Always, None),
             503 | 504 => (
                 Retry::Always,
-                Some(format!("`kubectl get apiservice {VERSION}.{GROUP}` shows whether it is served")),
+                Some(format!("`kubectl get apiservice {VERSION}.{GROUP}` shows whether it is available")),
             ),
-            // A snapshot that will be ready.
+            // The snapshot is not ready yet.
             409 if after > 0 => (Retry::Always, None),
             403 => (
                 Retry::Never,
                 Some(format!(
-                    "a Role in namespace {namespace:?} has to allow `create` on `{PLURAL}` of {GROUP}, and \
-                     `get` on the `volumesnapshots` of snapshot.storage.k8s.io (and on the Secret, with --secret)"
+                    "grant `create` on `{PLURAL}` of {GROUP} and `get` on `volumesnapshots` of \
+                     snapshot.storage.k8s.io (and on the Secret, with --secret) by a Role in namespace {namespace:?}"
                 )),
             ),
             404 if !aggregated => (
                 Retry::Never,
                 Some(
-                    "there is no aggregated API server for it (docs/reference/aggregated-api.md); --api metadata \
-                     needs none"
+                    "no aggregated API server is installed (docs/reference/aggregated-api.md); --api metadata needs \
+                     none"
                         .to_owned(),
                 ),
             ),
             404 if object == "volumesnapshots" => (Retry::Never, Some(shows_snapshots(namespace))),
             501 => (
                 Retry::Never,
-                Some("no API will tell blocks of it: take full backups".to_owned()),
+                Some("no API lists blocks of it: take full backups".to_owned()),
             ),
             _ => return Self::api(what, kube::Error::Api(status)),
         };
@@ -107,7 +107,7 @@ impl Failure {
         Self { after, ..Self::new(retry, anyhow!("{what}: {message}{step}")) }
     }
 
-    /// What a VolumeSnapshotDelta says of a driver that refused or failed: `CODE: message`.
+    /// The error of a driver in a VolumeSnapshotDelta: `CODE: message`.
     pub fn by_driver(what: &str, error: &str) -> Self {
         let code = error.split_once(':').and_then(|(code, _)| code_named(code));
         let step = code.and_then(|code| step_at_any(code, "of these snapshots"));
@@ -116,15 +116,16 @@ impl Failure {
         Self::never(anyhow!("{what} is Failed: {error}{step}"))
     }
 
-    /// What ended a call to the sidecar of a driver.
+    /// The status that ended a call of a driver's sidecar.
     pub fn stream(status: Status, subject: &Subject<'_>) -> Self {
-        // The sidecar's own statuses have no cause; this is one of the connection.
+        // The sidecar's own statuses have no cause; a status with a cause comes from the
+        // connection.
         if std::error::Error::source(&status).is_some() {
             let address = subject.address;
             let error = refused(status).context(format!("the connection to {address} broke"));
             return Self::new(Retry::Always, error);
         }
-        let replaceable = !matches!(subject.entry, Entry::Session { ours: false, .. });
+        let replaceable = !matches!(subject.entry, Entry::Session { own: false, .. });
         let retry = match status.code() {
             Code::Unavailable => Retry::Always,
             Code::Unauthenticated if !replaceable => Retry::Never,
@@ -140,7 +141,7 @@ impl Failure {
     }
 }
 
-/// What a call was about.
+/// What a call concerns.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
     pub namespace: &'a str,
@@ -149,23 +150,23 @@ pub struct Subject<'a> {
     pub entry: Entry<'a>,
 }
 
-/// What lets a call in.
+/// What authenticates a call.
 #[derive(Debug, Clone, Copy)]
 pub enum Entry<'a> {
     /// A token of this account, for this audience.
     Account { account: &'a str, audience: &'a str },
-    /// The session of this SnapshotSessionRequest, which another may take the place of if it is `ours`.
-    Session { request: &'a str, ours: bool },
+    /// The session of this SnapshotSessionRequest; the command can replace its `own`.
+    Session { request: &'a str, own: bool },
 }
 
 fn shows_snapshots(namespace: &str) -> String {
-    format!("`kubectl get volumesnapshots -n {namespace}` shows what there is")
+    format!("`kubectl get volumesnapshots -n {namespace}` lists the snapshots")
 }
 
-/// What a person can do about it, where the message cannot know.
+/// The next step that the server's message cannot know.
 fn next_step(code: Code, subject: &Subject<'_>) -> Option<String> {
     let Subject { namespace, driver, entry, .. } = subject;
-    let there_is = shows_snapshots(namespace);
+    let listing = shows_snapshots(namespace);
     Some(match (code, entry) {
         (Code::PermissionDenied, Entry::Account { account, .. }) => format!(
             "{account} needs a Role in namespace {namespace:?} with the verb `get` on \
@@ -174,36 +175,34 @@ fn next_step(code: Code, subject: &Subject<'_>) -> Option<String> {
         (Code::Unauthenticated, Entry::Account { account, audience }) => {
             format!("the token of {account} must be valid and made for the audience {audience:?}")
         }
-        (Code::Unauthenticated, Entry::Session { request, ours: false }) => format!(
-            "the session of SnapshotSessionRequest {namespace}/{request} has ended: make another \
-             one, or leave --session out"
+        (Code::Unauthenticated, Entry::Session { request, own: false }) => format!(
+            "the session of SnapshotSessionRequest {namespace}/{request} has ended: create another \
+             one, or omit --session"
         ),
         (Code::Unauthenticated, Entry::Session { .. }) => {
-            "the session has ended: begin anew (--lifetime asks for a longer one)".to_owned()
+            "the session has ended: repeat the command, with a longer --lifetime".to_owned()
         }
-        (Code::NotFound, Entry::Account { .. }) => there_is,
+        (Code::NotFound, Entry::Account { .. }) => listing,
         (Code::NotFound, Entry::Session { request, .. }) => format!(
-            "{there_is}; SnapshotSessionRequest {namespace}/{request} must name it, and another one \
-             made later under the same name is not part of the session"
+            "{listing}; SnapshotSessionRequest {namespace}/{request} must name it; a snapshot that \
+             was created later under the same name is not part of the session"
         ),
         (Code::InvalidArgument, Entry::Session { .. }) => {
-            "base and target go by name, are of one volume, and the base is the earlier one"
+            "base and target must be names of snapshots of one volume, the earlier one first"
                 .to_owned()
         }
         (code, _) => return step_at_any(code, driver),
     })
 }
 
-/// The same, where it does not matter what lets a call in.
+/// The next step that does not depend on the authentication.
 fn step_at_any(code: Code, driver: &str) -> Option<String> {
     Some(match code {
-        Code::FailedPrecondition => "no delta can be told: take a full backup \
+        Code::FailedPrecondition => "the changes are unknown: take a full backup \
             (snapshot allocated)"
             .to_owned(),
-        Code::Unimplemented => format!("the driver {driver} does not tell which blocks changed"),
-        Code::DeadlineExceeded => {
-            "in the time that the sidecar allows, not one extent came".to_owned()
-        }
+        Code::Unimplemented => format!("the driver {driver} does not list blocks"),
+        Code::DeadlineExceeded => "the sidecar's time limit passed without one extent".to_owned(),
         Code::OutOfRange => "--starting-offset must lie within the volume".to_owned(),
         _ => return None,
     })
@@ -220,13 +219,13 @@ mod tests {
         entry: Entry::Account { account: "ServiceAccount shop/backup", audience: "aud" },
     };
 
-    const fn session(ours: bool) -> Subject<'static> {
-        Subject { entry: Entry::Session { request: "mine", ours }, ..SUBJECT }
+    const fn session(own: bool) -> Subject<'static> {
+        Subject { entry: Entry::Session { request: "mine", own }, ..SUBJECT }
     }
 
     #[test]
-    fn a_refusal_is_told_with_code_and_next_step() {
-        let told =
+    fn a_refusal_has_a_code_and_a_next_step() {
+        let text =
             |code| format!("{:#}", Failure::stream(Status::new(code, "why"), &SUBJECT).error);
         let step = [
             (Code::FailedPrecondition, "FAILED_PRECONDITION: why", "full backup"),
@@ -235,38 +234,38 @@ mod tests {
             (Code::Unauthenticated, "UNAUTHENTICATED: why", "audience \"aud\""),
             (Code::NotFound, "NOT_FOUND: why", "-n shop"),
             (Code::Unimplemented, "UNIMPLEMENTED: why", "d.example"),
-            (Code::DeadlineExceeded, "DEADLINE_EXCEEDED: why", "not one extent"),
+            (Code::DeadlineExceeded, "DEADLINE_EXCEEDED: why", "without one extent"),
             (Code::OutOfRange, "OUT_OF_RANGE: why", "--starting-offset"),
         ];
         for (code, begin, step) in step {
-            let told = told(code);
-            assert!(told.starts_with(begin) && told.contains(step), "{told}");
+            let text = text(code);
+            assert!(text.starts_with(begin) && text.contains(step), "{text}");
         }
-        assert_eq!(told(Code::InvalidArgument), "INVALID_ARGUMENT: why");
+        assert_eq!(text(Code::InvalidArgument), "INVALID_ARGUMENT: why");
     }
 
     #[test]
-    fn a_refusal_in_a_session_is_told_with_code_and_next_step() {
+    fn a_refusal_in_a_session_has_a_code_and_a_next_step() {
         let step = [
             (Code::Unauthenticated, true, "UNAUTHENTICATED: why", "--lifetime"),
             (Code::Unauthenticated, false, "UNAUTHENTICATED: why", "shop/mine has ended"),
             (Code::NotFound, true, "NOT_FOUND: why", "shop/mine must name it"),
-            (Code::InvalidArgument, true, "INVALID_ARGUMENT: why", "go by name"),
+            (Code::InvalidArgument, true, "INVALID_ARGUMENT: why", "must be names"),
             (Code::OutOfRange, true, "OUT_OF_RANGE: why", "--starting-offset"),
             (Code::FailedPrecondition, true, "FAILED_PRECONDITION: why", "full backup"),
         ];
-        for (code, ours, begin, step) in step {
-            let failure = Failure::stream(Status::new(code, "why"), &session(ours));
-            let told = format!("{:#}", failure.error);
-            assert!(told.starts_with(begin) && told.contains(step), "{told}");
-            let again = code == Code::Unauthenticated && ours;
-            let retry = if again { Retry::AfterProgress } else { Retry::Never };
-            assert_eq!(failure.retry, retry, "{told}");
+        for (code, own, begin, step) in step {
+            let failure = Failure::stream(Status::new(code, "why"), &session(own));
+            let text = format!("{:#}", failure.error);
+            assert!(text.starts_with(begin) && text.contains(step), "{text}");
+            let is_retried = code == Code::Unauthenticated && own;
+            let retry = if is_retried { Retry::AfterProgress } else { Retry::Never };
+            assert_eq!(failure.retry, retry, "{text}");
         }
     }
 
     #[test]
-    fn only_what_time_or_a_new_token_can_mend_is_tried_again() {
+    fn only_temporary_errors_and_expired_tokens_are_retried() {
         for code in (1..=16).map(Code::from) {
             let retry = Failure::stream(Status::new(code, "why"), &SUBJECT).retry;
             let expected = match code {
@@ -279,12 +278,12 @@ mod tests {
     }
 
     #[test]
-    fn the_api_servers_refusals_are_final_and_its_absence_is_not() {
-        let said = |code, message: &str| {
+    fn refusals_of_the_api_server_are_final_outages_are_not() {
+        let failure = |code, message: &str| {
             let status = kube::core::Status { code, message: message.into(), ..Default::default() };
             Failure::api("reading", kube::Error::Api(Box::new(status)))
         };
-        let api = |code| said(code, "m");
+        let api = |code| failure(code, "m");
         for code in [400, 401, 403, 404, 422] {
             assert_eq!(api(code).retry, Retry::Never, "{code}");
         }
@@ -293,8 +292,11 @@ mod tests {
         }
         assert!(api(403).error.to_string().contains("RBAC"));
         let by_webhook =
-            said(403, "admission webhook \"w\" denied the request: a Role has to allow it");
-        assert!(!by_webhook.error.to_string().contains("RBAC"), "it says itself what to do");
+            failure(403, "admission webhook \"w\" denied the request: grant it by a Role");
+        assert!(
+            !by_webhook.error.to_string().contains("RBAC"),
+            "the message has its own next step"
+        );
         let gone = kube::Error::Service("refused".into());
         assert_eq!(Failure::api("reading", gone).retry, Retry::OnceBegun);
     }

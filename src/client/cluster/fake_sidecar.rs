@@ -1,5 +1,5 @@
-//! A cluster for tests of the client: an API server that knows some objects and grants tokens, and sidecars
-//! over real TLS whose answers break where a test says. It needs no process and no file.
+//! A cluster for tests of the client: an API server with some objects and tokens, and sidecars over
+//! real TLS whose responses break where a test requires it. It needs no process and no file.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -29,7 +29,7 @@ pub const HOST: &str = "localhost";
 pub const DRIVER: &str = "d.example";
 pub const CAPACITY: i64 = 1 << 20;
 
-/// What a stream of the sidecar sends, and how it ends.
+/// The messages and the end of a stream of the sidecar.
 #[derive(Clone)]
 pub struct Script {
     pub capacity: i64,
@@ -43,27 +43,27 @@ pub struct Script {
 pub enum End {
     Whole,
     Code(Code),
-    /// The connection is cut.
+    /// The connection breaks.
     Break,
 }
 
-/// What a call to the sidecar asked for.
+/// A call of the sidecar.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Asked {
+pub struct SidecarRequest {
     pub token: String,
     pub base: String,
     pub snapshot: String,
     pub offset: i64,
 }
 
-/// What becomes of the next SnapshotSessionRequest, some moments after it was made.
+/// The result of the next SnapshotSessionRequest, shortly after its creation.
 #[derive(Clone)]
 pub enum Fate {
     /// Ready, with this token.
     Ready(&'static str),
     /// This status.
     Status(Value),
-    /// Nobody looks at it.
+    /// No status is set.
     Ignored,
 }
 
@@ -73,19 +73,19 @@ pub struct Cluster(Arc<Mutex<State>>);
 struct State {
     /// Objects by path; a list ends with its selector.
     objects: BTreeMap<String, Value>,
-    /// What the next calls to the API server fail with, by the beginning of the path.
+    /// The status codes of the next calls of the API server that fail, by path.
     failures: Vec<(String, u16)>,
     /// Every call to the API server: method and path.
     calls: Vec<String>,
     tokens: u32,
     fates: Vec<Fate>,
-    /// How long the making of a request takes, and whether the next one's answer is lost.
+    /// Duration of the creation of a request, and whether the next response is lost.
     delay: Duration,
-    lose_answer: bool,
-    /// What a session of the first sidecar is told of it.
+    lose_response: bool,
+    /// Address and authority of the first sidecar, for sessions.
     place: (String, String),
     scripts: Vec<Script>,
-    asked: Vec<Asked>,
+    sidecar_requests: Vec<SidecarRequest>,
     servers: Vec<JoinHandle<()>>,
 }
 
@@ -101,8 +101,8 @@ impl Script {
 }
 
 impl Cluster {
-    /// VolumeSnapshots `a` and `b` in the namespace `shop`, of [`DRIVER`], and a sidecar for it that answers
-    /// each call with the next script.
+    /// VolumeSnapshots `a` and `b` in the namespace `shop`, of [`DRIVER`], and a sidecar for it
+    /// that answers each call with the next script.
     pub async fn new(scripts: Vec<Script>) -> Self {
         let cluster = Self(Arc::new(Mutex::new(State {
             objects: BTreeMap::new(),
@@ -111,10 +111,10 @@ impl Cluster {
             tokens: 0,
             fates: Vec::new(),
             delay: Duration::ZERO,
-            lose_answer: false,
+            lose_response: false,
             place: Default::default(),
             scripts,
-            asked: Vec::new(),
+            sidecar_requests: Vec::new(),
             servers: Vec::new(),
         })));
         for name in ["a", "b"] {
@@ -134,7 +134,7 @@ impl Cluster {
         cluster
     }
 
-    /// With a session manager, which does this to requests, one after the other.
+    /// With a session manager, which gives requests these results, one after the other.
     pub async fn with_sessions(scripts: Vec<Script>, fates: &[Fate]) -> Self {
         let cluster = Self::new(scripts).await;
         cluster.state().fates = fates.to_vec();
@@ -151,14 +151,14 @@ impl Cluster {
         })
     }
 
-    /// The SnapshotSessionRequests that there are, by path.
+    /// The existing SnapshotSessionRequests, by path.
     pub fn requests(&self) -> BTreeMap<String, Value> {
         let state = self.state();
         let all = state.objects.iter().filter(|(path, _)| path.starts_with(&request_path("")));
         all.map(|(path, object)| (path.clone(), object.clone())).collect()
     }
 
-    /// Makes a request's status what it is to be.
+    /// Sets the status of a request.
     pub fn set_status(&self, path: &str, status: &Value) {
         let mut state = self.state();
         let Some(object) = state.objects.get_mut(path) else { return };
@@ -166,22 +166,22 @@ impl Cluster {
         object["metadata"]["resourceVersion"] = json!("2");
     }
 
-    /// From now on requests are made so long after they were asked for.
+    /// From now on the creation of a request takes this long.
     pub fn delay(&self, delay: Duration) {
         self.state().delay = delay;
     }
 
-    /// The next request is made, and its maker told that it is not.
-    pub fn lose_next_answer(&self) {
-        self.state().lose_answer = true;
+    /// The next request is created, and its response is an error.
+    pub fn lose_next_response(&self) {
+        self.state().lose_response = true;
     }
 
     async fn create_request(&self, body: &[u8]) -> http::Response<Body> {
         let delay = self.state().delay;
         tokio::time::sleep(delay).await;
         let answer = self.created(body);
-        match std::mem::take(&mut self.state().lose_answer) {
-            true => failure(504, "the answer is lost"),
+        match std::mem::take(&mut self.state().lose_response) {
+            true => failure(504, "the response is lost"),
             false => answer,
         }
     }
@@ -210,7 +210,7 @@ impl Cluster {
         respond(201, &request)
     }
 
-    /// One event: the request in another version than that one.
+    /// One event: the request in another version.
     async fn watched(&self, uri: &str) -> http::Response<Body> {
         let find = |name: &str| {
             let (_, value) = uri.split_once(name).unwrap();
@@ -246,15 +246,15 @@ impl Cluster {
         self.state().failures.push((path.to_owned(), code));
     }
 
-    pub fn asked(&self) -> Vec<Asked> {
-        self.state().asked.clone()
+    pub fn sidecar_requests(&self) -> Vec<SidecarRequest> {
+        self.state().sidecar_requests.clone()
     }
 
     pub fn calls(&self) -> Vec<String> {
         self.state().calls.clone()
     }
 
-    /// Another sidecar of an authority of its own; where it listens, and its authority.
+    /// Starts another sidecar; returns its address and its own authority.
     pub async fn start_sidecar(&self) -> (String, String) {
         let (acceptor, ca) = certificates();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -266,8 +266,8 @@ impl Cluster {
                 tokio::spawn(async move {
                     let Ok(mut tls) = acceptor.accept(socket).await else { return };
                     let (ours, mut theirs) = tokio::io::duplex(1 << 16);
-                    let (cut, mut cuts) = tokio::sync::mpsc::channel(1);
-                    let sidecar = Sidecar { cluster, cut };
+                    let (break_off, mut breaks) = tokio::sync::mpsc::channel(1);
+                    let sidecar = Sidecar { cluster, break_off };
                     let incoming =
                         once(Ok::<_, std::io::Error>(ours)).chain(tokio_stream::pending());
                     let serving = Server::builder()
@@ -277,7 +277,7 @@ impl Cluster {
                     tokio::select! {
                         _ = tokio::io::copy_bidirectional(&mut tls, &mut theirs) => {}
                         _ = serving => {}
-                        Some(()) = cuts.recv() => {}
+                        Some(()) = breaks.recv() => {}
                     }
                 });
             }
@@ -291,7 +291,7 @@ impl Cluster {
         let cluster = self.clone();
         let service = tower::service_fn(move |request: http::Request<Body>| {
             let cluster = cluster.clone();
-            // As in a server: whether or not the caller waits for the answer.
+            // As in a server: independent of whether the caller waits for the response.
             let answer = tokio::spawn(async move { cluster.answer(request).await });
             async move { answer.await.map_err(std::io::Error::other) }
         });
@@ -335,7 +335,7 @@ impl Cluster {
         }
     }
 
-    /// What a call of this path is to fail with.
+    /// The status code with which a call of this path fails.
     fn failure(&self, path: &str) -> Option<u16> {
         let mut state = self.state();
         let at = state.failures.iter().position(|(begin, _)| *begin == path)?;
@@ -420,11 +420,11 @@ fn certificates() -> (TlsAcceptor, String) {
     (TlsAcceptor::from(Arc::new(config)), ca)
 }
 
-/// What serves one connection.
+/// The service of one connection.
 #[derive(Clone)]
 struct Sidecar {
     cluster: Cluster,
-    cut: tokio::sync::mpsc::Sender<()>,
+    break_off: tokio::sync::mpsc::Sender<()>,
 }
 
 type Messages = Pin<Box<dyn Stream<Item = Result<RawMessage, Status>> + Send>>;
@@ -432,12 +432,16 @@ type Messages = Pin<Box<dyn Stream<Item = Result<RawMessage, Status>> + Send>>;
 impl Sidecar {
     fn play(
         &self,
-        asked: Asked,
+        request: SidecarRequest,
         encode: fn(k8s::GetMetadataDeltaResponse) -> RawMessage,
     ) -> Result<Response<Messages>, Status> {
         let mut state = self.cluster.state();
-        state.asked.push(asked);
-        assert!(!state.scripts.is_empty(), "no script is left for {:?}", state.asked.last());
+        state.sidecar_requests.push(request);
+        assert!(
+            !state.scripts.is_empty(),
+            "no script remains for {:?}",
+            state.sidecar_requests.last()
+        );
         let Script { capacity, style, messages, end } = state.scripts.remove(0);
         let message = move |blocks: Vec<(i64, i64)>| {
             let block = |(byte_offset, size_bytes)| k8s::BlockMetadata { byte_offset, size_bytes };
@@ -456,14 +460,14 @@ impl Sidecar {
             }
             End::Break => {
                 let (sender, receiver) = tokio::sync::mpsc::channel(1);
-                let cut = self.cut.clone();
+                let break_off = self.break_off.clone();
                 tokio::spawn(async move {
                     for message in messages {
                         let _ = sender.send(message).await;
                     }
-                    // What was sent is to arrive.
+                    // Sent messages must arrive.
                     tokio::time::sleep(Duration::from_millis(300)).await;
-                    let _ = cut.send(()).await;
+                    let _ = break_off.send(()).await;
                     sender.closed().await;
                 });
                 Box::pin(ReceiverStream::new(receiver))
@@ -483,13 +487,13 @@ impl SnapshotMetadata for Sidecar {
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
         assert_eq!(request.namespace, "shop");
-        let asked = Asked {
+        let received = SidecarRequest {
             token: request.security_token,
             base: String::new(),
             snapshot: request.snapshot_name,
             offset: request.starting_offset,
         };
-        self.play(asked, |message| RawMessage::of(&message))
+        self.play(received, |message| RawMessage::of(&message))
     }
 
     async fn get_metadata_delta(
@@ -498,17 +502,17 @@ impl SnapshotMetadata for Sidecar {
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
         assert_eq!(request.namespace, "shop");
-        let asked = Asked {
+        let received = SidecarRequest {
             token: request.security_token,
             base: request.base_snapshot_id,
             snapshot: request.target_snapshot_name,
             offset: request.starting_offset,
         };
-        self.play(asked, |message| RawMessage::of(&message))
+        self.play(received, |message| RawMessage::of(&message))
     }
 }
 
-/// The same message as the API of sessions has it, whose answers to both calls are alike.
+/// The same message in the session API, whose responses to both calls have one layout.
 fn of_session(message: k8s::GetMetadataDeltaResponse) -> RawMessage {
     let block = |block: k8s::BlockMetadata| sessions::BlockMetadata {
         byte_offset: block.byte_offset as u64,
@@ -531,13 +535,13 @@ impl session_server::SnapshotMetadata for Sidecar {
         request: Request<sessions::GetAllocatedRequest>,
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
-        let asked = Asked {
+        let received = SidecarRequest {
             token: request.session_token,
             base: String::new(),
             snapshot: request.snapshot,
             offset: request.starting_offset as i64,
         };
-        self.play(asked, of_session)
+        self.play(received, of_session)
     }
 
     async fn get_delta(
@@ -545,12 +549,12 @@ impl session_server::SnapshotMetadata for Sidecar {
         request: Request<sessions::GetDeltaRequest>,
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
-        let asked = Asked {
+        let received = SidecarRequest {
             token: request.session_token,
             base: request.base_snapshot,
             snapshot: request.target_snapshot,
             offset: request.starting_byte_offset as i64,
         };
-        self.play(asked, of_session)
+        self.play(received, of_session)
     }
 }

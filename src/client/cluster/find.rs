@@ -1,4 +1,4 @@
-//! From the name of a VolumeSnapshot to the service that knows its blocks: VolumeSnapshot,
+//! From the name of a VolumeSnapshot to the service that lists its blocks: VolumeSnapshot,
 //! VolumeSnapshotContent, driver, SnapshotMetadataService.
 
 use std::fmt::Debug;
@@ -17,17 +17,17 @@ use crate::kubernetes::metadata_service::{
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
-/// How long one call of the API server may take.
+/// Time limit of one call of the API server.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Looks things up in a cluster.
+/// Looks up objects in a cluster.
 pub struct Finder {
     client: Client,
     namespace: String,
     address: Option<String>,
 }
 
-/// A driver's sidecar, and the audience that tokens for it have.
+/// A driver's sidecar, and the audience of its tokens.
 #[derive(Debug)]
 pub struct Service {
     pub place: Place,
@@ -35,7 +35,7 @@ pub struct Service {
 }
 
 impl Finder {
-    /// `address` is connected to instead of the one that a SnapshotMetadataService names.
+    /// `address` replaces the one that a SnapshotMetadataService names.
     pub fn new(client: Client, namespace: &str, address: Option<String>) -> Self {
         Self { client, namespace: namespace.to_owned(), address }
     }
@@ -54,8 +54,8 @@ impl Finder {
         Ok(self.content(&what, &found).await?.spec.driver)
     }
 
-    /// The CSI handle of the base of a delta, which is what every sidecar understands. Names are looked up here, with the
-    /// caller's rights, so that nobody else's object can stand for a handle.
+    /// The CSI handle of the base of a delta, which every sidecar accepts. Names are looked up
+    /// here, with the caller's rights, so that an object of another user cannot replace a handle.
     pub async fn base(&self, base: &str) -> Result<String, Failure> {
         let what = self.what(base);
         if !name::is_object(base) {
@@ -80,7 +80,7 @@ impl Finder {
                 only(driver, call(&what, api.list(&labelled)).await?.items)?
             }
         };
-        let place = Place::told(&what, spec.address, self.address.as_deref(), spec.ca_cert.0)?;
+        let place = Place::new(&what, spec.address, self.address.as_deref(), spec.ca_cert.0)?;
         Ok(Service { place, audience: spec.audience })
     }
 
@@ -92,7 +92,7 @@ impl Finder {
         format!("VolumeSnapshot {}/{snapshot}", self.namespace)
     }
 
-    /// The content of a VolumeSnapshot, which is `what` to people.
+    /// The content of a VolumeSnapshot, which messages call `what`.
     async fn content(
         &self,
         what: &str,
@@ -113,12 +113,12 @@ impl Finder {
     }
 }
 
-/// The next step for a base that is no VolumeSnapshot any more.
-const BASE_ID: &str = "; --base-id takes the CSI handle of a base that is gone";
+/// The next step for a base without a VolumeSnapshot.
+const BASE_ID: &str = "; --base-id accepts the CSI handle of a deleted base";
 
 fn no_name(snapshot: &str, step: &str) -> Failure {
     Failure::never(anyhow!(
-        "{snapshot:?} cannot be the name of a VolumeSnapshot: with --namespace snapshots go by that, not by id{step}"
+        "{snapshot:?} cannot be the name of a VolumeSnapshot: --namespace requires names instead of ids{step}"
     ))
 }
 
@@ -130,7 +130,7 @@ fn only(
         (Some(one), []) => Ok(one.spec),
         (None, _) => Err(Failure::never(anyhow!(
             "no SnapshotMetadataService is named {driver} or labelled {DRIVER_LABEL}={driver}: the \
-             driver's sidecar is not set up for backup applications"
+             driver's sidecar does not publish itself to backup applications"
         ))),
         (Some(last), others) => {
             let all = others.iter().chain([&last]);
@@ -152,7 +152,7 @@ async fn get<K: Clone + DeserializeOwned + Debug>(
     call(what, api.get(name)).await
 }
 
-/// One call of the API server, which does not take for ever.
+/// One call of the API server with a time limit.
 pub async fn call<T>(
     what: &str,
     work: impl Future<Output = Result<T, kube::Error>>,
@@ -160,7 +160,7 @@ pub async fn call<T>(
     call_within(CALL_TIMEOUT, what, work).await
 }
 
-/// The same with a limit of its own.
+/// The same with another time limit.
 pub async fn call_within<T>(
     limit: Duration,
     what: &str,
@@ -170,7 +170,7 @@ pub async fn call_within<T>(
         Ok(outcome) => outcome.map_err(|error| Failure::api(what, error)),
         Err(_) => Err(Failure::new(
             Retry::OnceBegun,
-            anyhow!("{what}: no answer from the API server within {} s", limit.as_secs()),
+            anyhow!("{what}: no response from the API server within {} s", limit.as_secs()),
         )),
     }
 }

@@ -1,9 +1,9 @@
-//! The Kubernetes SnapshotMetadata API as it is released: with the token of a ServiceAccount, over and over if need be.
+//! The released Kubernetes SnapshotMetadata API, with the token of a ServiceAccount.
 
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::super::block_map::{Answer, Message, Query, Window, csi_style, message_of};
+use super::super::block_map::{Message, Query, Stream, Window, csi_style, message_of};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
 use super::find::{Finder, Service};
@@ -16,23 +16,23 @@ use k8s::snapshot_metadata_client::SnapshotMetadataClient;
 // Its types have CSI's numbers.
 message_of!(volume_capacity_bytes, csi_style; k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse);
 
-/// A question to the sidecar of the driver that holds the snapshot.
+/// A listing by the sidecar of the driver that holds the snapshot.
 pub struct Metadata {
     finder: Finder,
     tokens: Tokens,
     query: Query,
-    /// Whether the base is a CSI handle, and not the name of a VolumeSnapshot.
+    /// Whether the base is a CSI handle instead of the name of a VolumeSnapshot.
     base_is_handle: bool,
     window: Window,
     deadline: Instant,
-    /// What stays the same for all attempts, once known.
+    /// The same for all attempts.
     driver: Option<String>,
 }
 
-/// The answer to a call.
-type Stream = Answer<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>;
+/// The response to a call.
+type Blocks = Stream<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>;
 
-/// A call, and what is needed to tell of its end.
+/// A call, with what its errors name.
 pub struct Call {
     driver: String,
     service: Service,
@@ -50,12 +50,12 @@ impl Metadata {
         Self { finder, tokens, query, base_is_handle: false, window, deadline, driver: None }
     }
 
-    /// The same about a base that goes by its CSI handle.
+    /// The same for a base that is identified by its CSI handle.
     pub fn base_by_handle(self, base_is_handle: bool) -> Self {
         Self { base_is_handle, ..self }
     }
 
-    /// The driver; and the base by its handle from here on. Neither can change.
+    /// Finds the driver, and replaces the base by its handle. Neither can change.
     async fn driver(&mut self) -> Result<String, Failure> {
         if let Some(driver) = &self.driver {
             return Ok(driver.clone());
@@ -74,19 +74,19 @@ impl Metadata {
         Ok(driver)
     }
 
-    /// Asks the sidecar, over a connection of its own.
+    /// Calls the sidecar over a new connection.
     async fn open(
         &mut self,
         call: &Call,
         token: String,
         window: Window,
-    ) -> Result<Stream, Failure> {
+    ) -> Result<Blocks, Failure> {
         let channel = wire::connect(&call.service.place).await?;
         let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(self.deadline))
             .max_decoding_message_size(LONGEST_MESSAGE);
         let Window { starting_offset, max_results } = window;
         let namespace = self.finder.namespace().to_owned();
-        let answer = match self.query.clone() {
+        let stream = match self.query.clone() {
             Query::Allocated { snapshot } => {
                 let request = k8s::GetMetadataAllocatedRequest {
                     security_token: token,
@@ -95,7 +95,7 @@ impl Metadata {
                     starting_offset,
                     max_results,
                 };
-                client.get_metadata_allocated(request).await.map(Answer::allocated)
+                client.get_metadata_allocated(request).await.map(Stream::allocated)
             }
             Query::Delta { base, target } => {
                 let request = k8s::GetMetadataDeltaRequest {
@@ -106,13 +106,13 @@ impl Metadata {
                     starting_offset,
                     max_results,
                 };
-                client.get_metadata_delta(request).await.map(Answer::delta)
+                client.get_metadata_delta(request).await.map(Stream::delta)
             }
         };
-        answer.map_err(|status| self.ended(call, status))
+        stream.map_err(|status| self.ended(call, status))
     }
 
-    /// What it means that an answer ended so.
+    /// What the end of a stream with this status means.
     fn ended(&self, call: &Call, status: Status) -> Failure {
         let Call { driver, service: Service { place, audience }, account } = call;
         let subject = Subject {
@@ -126,10 +126,10 @@ impl Metadata {
 }
 
 impl BlockApi for Metadata {
-    type Answer = (Call, Stream);
+    type Response = (Call, Blocks);
 
-    /// Looks everything up and asks for what is missing.
-    async fn ask(&mut self, from: u64) -> Result<Self::Answer, Failure> {
+    /// Repeats all lookups and requests what is missing.
+    async fn request(&mut self, from: u64) -> Result<Self::Response, Failure> {
         let driver = self.driver().await?;
         let service = self.finder.service(&driver).await?;
         let Token { secret, account } = self.tokens.take(&service.audience).await?;
@@ -138,12 +138,12 @@ impl BlockApi for Metadata {
             window.starting_offset = end;
         }
         let call = Call { driver, service, account };
-        let answer = self.open(&call, secret, window).await?;
-        Ok((call, answer))
+        let blocks = self.open(&call, secret, window).await?;
+        Ok((call, blocks))
     }
 
-    async fn message(&mut self, answer: &mut Self::Answer) -> Result<Option<Message>, Failure> {
-        let (call, stream) = answer;
+    async fn message(&mut self, response: &mut Self::Response) -> Result<Option<Message>, Failure> {
+        let (call, stream) = response;
         stream.message().await.map_err(|status| self.ended(call, status))
     }
 }

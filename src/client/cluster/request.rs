@@ -1,5 +1,6 @@
-//! The SnapshotSessionRequest of a command: made, waited for, and deleted, whatever happens in between. It is noted down
-//! before it is made, and its making is never cut off, so that the end knows what there is to delete.
+//! The SnapshotSessionRequest of a command: created, awaited, and deleted in any case. It is
+//! recorded before it is created, and its creation is never cancelled, so that the deletion knows
+//! the name.
 
 use std::time::Duration;
 
@@ -19,20 +20,20 @@ use crate::kubernetes::session::{
     SessionState, SnapshotSessionRequest, SnapshotSessionRequestSpec, SnapshotSessionRequestStatus,
 };
 
-/// What names of requests begin with.
+/// Prefix of the names of requests.
 pub const NAME_PREFIX: &str = "csi-loopback-";
-/// How long a watch may say nothing before the request is looked at all the same.
+/// How long a watch may be silent before the request is read again.
 const SILENCE: Duration = Duration::from_secs(10);
-/// Between two looks where there is no watch: a backup application may lack the right.
+/// Poll interval without a watch: a backup application may lack the right.
 const POLL: Duration = Duration::from_millis(500);
-/// How long before the end of `--timeout` waiting ends, so that there is time to say for what.
+/// How long before the end of `--timeout` waiting ends, so that the error can name its cause.
 const MARGIN: Duration = Duration::from_millis(250);
-/// How long the end may take, of which half is for a making that was not answered yet.
+/// Time limit of the deletion; half of it is for a creation without a response.
 const END: Duration = Duration::from_secs(5);
-/// Before a request is deleted anew.
+/// Wait before the deletion is repeated.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// What a session that is ready gives. It has no `Debug`, so that the token is not printed by mistake.
+/// A ready session. It has no `Debug`, so that the token is not printed by mistake.
 pub struct Granted {
     /// Name of the SnapshotSessionRequest.
     pub request: String,
@@ -43,10 +44,10 @@ pub struct Granted {
 
 /// Which session to use.
 pub enum Which {
-    /// One of our own, made when it is needed.
-    Ours(SnapshotSessionRequestSpec),
-    /// That of a SnapshotSessionRequest that another has made, and will end.
-    Given(String),
+    /// A request that the command creates when needed, and deletes.
+    Own(SnapshotSessionRequestSpec),
+    /// An existing SnapshotSessionRequest, which its creator deletes.
+    Existing(String),
 }
 
 /// The session of a command. [`Requests::end`] must follow.
@@ -54,20 +55,20 @@ pub struct Requests {
     api: Api<SnapshotSessionRequest>,
     namespace: String,
     which: Which,
-    /// Connected to instead of the one that the request names.
+    /// Replaces the address that the request names.
     address: Option<String>,
     limits: Limits,
-    made: Option<Made>,
+    created: Option<Created>,
     may_watch: bool,
 }
 
 type Outcome = Result<SnapshotSessionRequest, Failure>;
 
-/// A request that is ours.
-struct Made {
+/// A request of this command.
+struct Created {
     name: String,
-    /// Until the API server has answered.
-    making: Option<JoinHandle<Outcome>>,
+    /// Until the API server has responded.
+    creation: Option<JoinHandle<Outcome>>,
 }
 
 impl Requests {
@@ -80,7 +81,7 @@ impl Requests {
     ) -> Self {
         let api = Api::namespaced(client, namespace);
         let namespace = namespace.to_owned();
-        Self { api, namespace, which, address, limits, made: None, may_watch: true }
+        Self { api, namespace, which, address, limits, created: None, may_watch: true }
     }
 
     pub fn namespace(&self) -> &str {
@@ -91,19 +92,19 @@ impl Requests {
         self.limits
     }
 
-    /// Whether another session can take the place of one that is over.
-    pub fn ours(&self) -> bool {
-        matches!(self.which, Which::Ours(_))
+    /// Whether a new session can replace an expired one.
+    pub fn is_own(&self) -> bool {
+        matches!(self.which, Which::Own(_))
     }
 
-    /// The session, once it is ready.
+    /// The session, after it is ready.
     pub async fn open(&mut self) -> Result<Granted, Failure> {
         let mut request = match &self.which {
-            Which::Ours(spec) => {
+            Which::Own(spec) => {
                 let spec = spec.clone();
-                self.make(spec).await?
+                self.create(spec).await?
             }
-            Which::Given(name) => call(&self.what(name), self.api.get(name)).await?,
+            Which::Existing(name) => call(&self.what(name), self.api.get(name)).await?,
         };
         let until = self.limits.deadline - MARGIN.min(self.limits.timeout / 4);
         loop {
@@ -130,26 +131,26 @@ impl Requests {
         }
     }
 
-    async fn make(&mut self, spec: SnapshotSessionRequestSpec) -> Outcome {
-        // One that was not answered for may be there: it is asked for under the same name.
-        let made = match &mut self.made {
-            Some(made) => made,
-            none => none.insert(Made { name: new_name()?, making: None }),
+    async fn create(&mut self, spec: SnapshotSessionRequestSpec) -> Outcome {
+        // A request whose creation got no response may exist: the next attempt uses the same name.
+        let created = match &mut self.created {
+            Some(created) => created,
+            none => none.insert(Created { name: new_name()?, creation: None }),
         };
-        let making = made.making.get_or_insert_with(|| {
-            let request = SnapshotSessionRequest::new(&made.name, spec);
+        let creation = created.creation.get_or_insert_with(|| {
+            let request = SnapshotSessionRequest::new(&created.name, spec);
             tokio::spawn(create(self.api.clone(), self.namespace.clone(), request))
         });
-        let outcome = making.await;
-        made.making = None;
+        let outcome = creation.await;
+        created.creation = None;
         let outcome = outcome.unwrap_or_else(|error| Err(Failure::never(error.into())));
         if refused(&outcome) {
-            self.made = None;
+            self.created = None;
         }
         outcome
     }
 
-    /// The request as it is when something has happened, or it was silent for long.
+    /// The request after a change, or after the watch was silent for some time.
     async fn next(
         &mut self,
         what: &str,
@@ -158,7 +159,7 @@ impl Requests {
     ) -> Result<Option<SnapshotSessionRequest>, Failure> {
         let silence = until.min(Instant::now() + SILENCE);
         if self.may_watch {
-            match timeout_at(silence, told(&self.api, request)).await {
+            match timeout_at(silence, next_event(&self.api, request)).await {
                 Ok(Some(next)) => return Ok(Some(next)),
                 Ok(None) => self.may_watch = false,
                 Err(_) => {}
@@ -170,7 +171,7 @@ impl Requests {
         match call(what, self.api.get(&request.name_any())).await {
             Ok(next) => Ok(Some(next)),
             Err(failure) if failure.retry == Retry::Never => Err(failure),
-            // It is a matter of time, and that is what is waited for.
+            // A temporary error; waiting continues.
             Err(_) => Ok(None),
         }
     }
@@ -181,7 +182,7 @@ impl Requests {
         let SnapshotSessionRequestStatus { address, ca_cert, session_token, driver, .. } = status;
         let missing = |field: &str| {
             Failure::never(anyhow!(
-                "{what} is Ready and has no status.{field}: see the session manager"
+                "{what} is Ready, but has no status.{field}; check the session manager"
             ))
         };
         let address = address.ok_or_else(|| missing("address"))?;
@@ -190,38 +191,39 @@ impl Requests {
         Ok(Granted {
             request: name,
             driver: driver.unwrap_or_default(),
-            place: Place::told(what, address, self.address.as_deref(), ca.0)?,
+            place: Place::new(what, address, self.address.as_deref(), ca.0)?,
             token: token.ok_or_else(|| missing("sessionToken"))?,
         })
     }
 
-    /// Deletes the request if it is ours; returns soon in any case.
+    /// Deletes the command's own request; returns soon in any case.
     ///
     /// # Errors
-    /// What may be left, and why.
+    /// The request may remain, and why.
     pub async fn end(&mut self) -> Result<()> {
-        let Some(Made { name, making }) = self.made.take() else { return Ok(()) };
+        let Some(Created { name, creation }) = self.created.take() else { return Ok(()) };
         let deadline = Instant::now() + END;
-        let answered = match making {
+        let is_known = match creation {
             None => true,
-            Some(making) => match timeout(END / 2, making).await {
+            Some(creation) => match timeout(END / 2, creation).await {
                 Ok(Ok(outcome)) if refused(&outcome) => return Ok(()),
                 outcome => outcome.is_ok(),
             },
         };
-        match timeout_at(deadline, self.delete(&name, answered)).await {
+        match timeout_at(deadline, self.delete(&name, is_known)).await {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => Err(self.left(&name, &error.to_string())),
-            Err(_) => Err(self.left(&name, "no answer from the API server")),
+            Ok(Err(error)) => Err(self.not_deleted(&name, &error.to_string())),
+            Err(_) => Err(self.not_deleted(&name, "no response from the API server")),
         }
     }
 
-    /// Tries until it is gone, or never will be. `answered`: whether it is known to have been made or not.
-    async fn delete(&self, name: &str, answered: bool) -> Result<(), kube::Error> {
+    /// Retries until the request is gone or cannot be deleted. `is_known`: whether it is known to
+    /// exist or not.
+    async fn delete(&self, name: &str, is_known: bool) -> Result<(), kube::Error> {
         loop {
             match self.api.delete(name, &DeleteParams::default()).await {
                 Ok(_) => return Ok(()),
-                Err(kube::Error::Api(status)) if status.code == 404 && answered => return Ok(()),
+                Err(kube::Error::Api(status)) if status.code == 404 && is_known => return Ok(()),
                 Err(kube::Error::Api(status)) if matches!(status.code, 400 | 401 | 403) => {
                     return Err(kube::Error::Api(status));
                 }
@@ -230,8 +232,8 @@ impl Requests {
         }
     }
 
-    fn left(&self, name: &str, why: &str) -> anyhow::Error {
-        anyhow!("{} could not be deleted and expires by itself: {why}", self.what(name))
+    fn not_deleted(&self, name: &str, why: &str) -> anyhow::Error {
+        anyhow!("{} could not be deleted; it expires by itself: {why}", self.what(name))
     }
 
     fn what(&self, name: &str) -> String {
@@ -239,12 +241,13 @@ impl Requests {
     }
 }
 
-/// Whether the API server has said that nothing was made.
+/// Whether the API server has reported that it created nothing.
 fn refused(outcome: &Outcome) -> bool {
     outcome.as_ref().is_err_and(|failure| failure.retry == Retry::Never)
 }
 
-/// Not `generateName`: a name that is known before the call can be deleted although its answer was lost.
+/// Not `generateName`: a name that is known before the call can be deleted even if the response is
+/// lost.
 fn new_name() -> Result<String, Failure> {
     let random = getrandom::u64().map_err(|error| Failure::never(anyhow!("{error}")))?;
     Ok(format!("{NAME_PREFIX}{random:016x}"))
@@ -259,7 +262,7 @@ async fn create(
     let what = format!("SnapshotSessionRequest {namespace}/{name}");
     let work = async {
         match api.create(&PostParams::default(), &request).await {
-            // The answer to an attempt before was lost.
+            // The response to an earlier attempt was lost.
             Err(kube::Error::Api(status)) if status.code == 409 => api.get(&name).await,
             outcome => outcome,
         }
@@ -272,14 +275,14 @@ async fn create(
     });
     outcome.await?.map_err(|message| {
         Failure::never(anyhow!(
-            "{what}: {message}; the namespace or the definitions of snapshot sessions are missing \
-             (docs/reference/session-manager.md); --api metadata needs none"
+            "{what}: {message}; the namespace or the CRDs of snapshot sessions are missing \
+             (docs/reference/session-manager.md); --api metadata needs no session"
         ))
     })
 }
 
-/// What a watch tells of the request first. `None`: it tells nothing.
-async fn told(
+/// The next state of the request that a watch reports; `None` if the watch ends.
+async fn next_event(
     api: &Api<SnapshotSessionRequest>,
     request: &SnapshotSessionRequest,
 ) -> Option<SnapshotSessionRequest> {
@@ -298,14 +301,14 @@ async fn told(
 fn failed(what: &str, request: SnapshotSessionRequest) -> Failure {
     let error = request.status.and_then(|status| status.error).unwrap_or_default();
     let error = if error.is_empty() { "the session manager gave no reason" } else { &error };
-    Failure::never(anyhow!("{what} is Failed: {error}; --api metadata asks without a session"))
+    Failure::never(anyhow!("{what} is Failed: {error}; --api metadata needs no session"))
 }
 
-/// What a request waits for.
+/// Why a request is not ready.
 fn pending(what: &str, request: &SnapshotSessionRequest) -> String {
     let conditions = request.status.as_ref().map(|status| status.conditions.as_slice());
     match conditions {
-        None => format!("{what} has no state yet: is there a session manager?"),
+        None => format!("{what} has no state yet: check that a session manager runs"),
         Some([condition, ..]) => format!("{what} is Pending: {}", condition.message),
         Some([]) => format!("{what} is Pending"),
     }

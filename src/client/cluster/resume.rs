@@ -1,6 +1,7 @@
-//! An answer that outlives its interruptions. Whenever the other side says that it is a matter of time, or the connection
-//! breaks, or the time of a token or of a stream is over, it is asked anew, from the end of the last extent on, with growing
-//! pauses and until `--timeout`. Anything else ends the answer.
+//! A listing that survives interruptions. After a temporary error, a broken connection, an expired
+//! token or the time limit of a stream, it repeats the request from the end of the last extent,
+//! with increasing pauses, until `--timeout` passes without progress. Any other error ends the
+//! listing.
 
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use anyhow::{Result, anyhow};
 use tokio::time::{Instant, sleep};
 
 use super::super::block_map::{Message, Part, Progress, Source};
+use super::super::progress;
 use super::Limits;
 use super::failure::{Failure, Retry};
 
@@ -15,30 +17,32 @@ use super::failure::{Failure, Retry};
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// An API that knows blocks: how it is asked, each time.
+/// An API that lists blocks: one attempt.
 pub trait BlockApi: Sized {
-    /// An answer on its way.
-    type Answer;
+    /// A response in progress.
+    type Response;
 
-    /// Asks for what lies from this byte on; for all that is wanted, if it is 0.
+    /// Requests the blocks from this byte; 0 means all requested blocks.
     ///
     /// # Errors
-    /// Why there is no answer, and whether another attempt may help.
-    async fn ask(&mut self, from: u64) -> Result<Self::Answer, Failure>;
+    /// No response, and whether another attempt can succeed.
+    async fn request(&mut self, from: u64) -> Result<Self::Response, Failure>;
 
-    /// What comes next; `None` when the other side has said that nothing does.
+    /// The next message; `None` at the end.
     ///
     /// # Errors
-    /// Why the answer broke, and whether another attempt may help.
-    async fn message(&mut self, answer: &mut Self::Answer) -> Result<Option<Message>, Failure>;
+    /// The response broke, and whether another attempt can succeed.
+    async fn message(&mut self, response: &mut Self::Response) -> Result<Option<Message>, Failure>;
 }
 
-/// The answer of an API, as long as it takes.
+/// A listing of an API with as many attempts as it takes.
 pub struct Resuming<A: BlockApi> {
     api: A,
     limits: Limits,
-    under_way: Option<A::Answer>,
+    current: Option<A::Response>,
     pause: Duration,
+    /// When the last failure with progress occurred.
+    progress_at: Instant,
     /// Progress at the last failure.
     failed_at: Option<u64>,
     /// Progress at the last failure after which only progress allows another attempt.
@@ -47,39 +51,49 @@ pub struct Resuming<A: BlockApi> {
 
 impl<A: BlockApi> Resuming<A> {
     pub fn new(api: A, limits: Limits) -> Self {
-        Self { api, limits, under_way: None, pause: FIRST_PAUSE, failed_at: None, refused_at: 0 }
+        Self {
+            api,
+            limits,
+            current: None,
+            pause: FIRST_PAUSE,
+            progress_at: Instant::now(),
+            failed_at: None,
+            refused_at: 0,
+        }
     }
 
-    /// Waits until another attempt is due.
+    /// Waits before another attempt.
     ///
     /// # Errors
-    /// There will be none, with the reason of the last one.
-    async fn wait(&mut self, failure: Failure, progress: Progress) -> Result<()> {
+    /// No attempt follows; the error is the last one.
+    async fn wait(&mut self, failure: Failure, reached: Progress) -> Result<()> {
         let Failure { error, retry, after } = failure;
         let again = match retry {
             Retry::Always => true,
-            Retry::OnceBegun => progress.shape.is_some(),
-            Retry::AfterProgress => progress.end > self.refused_at,
+            Retry::OnceBegun => reached.shape.is_some(),
+            Retry::AfterProgress => reached.end > self.refused_at,
             Retry::Never => false,
         };
         if !again {
             return Err(error);
         }
         if retry == Retry::AfterProgress {
-            self.refused_at = progress.end;
+            self.refused_at = reached.end;
         }
-        if self.failed_at.replace(progress.end) != Some(progress.end) {
+        if self.failed_at.replace(reached.end) != Some(reached.end) {
             self.pause = FIRST_PAUSE;
+            self.progress_at = Instant::now();
         }
         let pause = self.pause.max(after);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-        if Instant::now() + pause >= self.limits.deadline {
+        let deadline = self.limits.deadline.min(self.progress_at + self.limits.timeout);
+        if Instant::now() + pause >= deadline {
             return Err(anyhow!("{}; {error:#}", super::super::timed_out(self.limits.timeout)));
         }
-        // Who says when is busy, or as fast as is fair: that is nothing to tell each time.
+        // A server that sets the pause limits its rate, which is no news each time.
         if after.is_zero() {
-            let (pause_shown, end) = (humantime::format_duration(pause), progress.end);
-            eprintln!("csi-loopback: {error:#}; going on from byte {end} in {pause_shown}");
+            let (pause_shown, end) = (humantime::format_duration(pause), reached.end);
+            progress::note(&format!("{error:#}; resuming from byte {end} in {pause_shown}"));
         }
         sleep(pause).await;
         Ok(())
@@ -89,24 +103,25 @@ impl<A: BlockApi> Resuming<A> {
 impl<A: BlockApi> Source for Resuming<A> {
     async fn next(&mut self, progress: Progress) -> Result<Option<Part>> {
         loop {
-            let failure = match &mut self.under_way {
-                None => match self.api.ask(progress.end).await {
-                    Ok(answer) => {
-                        self.under_way = Some(answer);
-                        return Ok(Some(Part::Anew));
+            let failure = match &mut self.current {
+                None => match self.api.request(progress.end).await {
+                    Ok(response) => {
+                        self.current = Some(response);
+                        return Ok(Some(Part::Restart));
                     }
                     Err(failure) => failure,
                 },
-                Some(answer) => match self.api.message(answer).await {
+                Some(response) => match self.api.message(response).await {
                     Ok(message) => return Ok(message.map(Part::Message)),
                     Err(failure) => failure,
                 },
             };
-            self.under_way = None;
+            self.current = None;
             let at_the_end =
                 progress.shape.is_some_and(|shape| shape.capacity_bytes == Some(progress.end));
             if at_the_end && failure.retry != Retry::Never {
-                // Nothing can follow the last byte of the volume; nor could that be asked for.
+                // Nothing can follow the last byte of the volume, and a request from there is
+                // invalid.
                 return Ok(None);
             }
             self.wait(failure, progress).await?;

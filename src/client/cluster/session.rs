@@ -1,13 +1,15 @@
-//! The SnapshotMetadata API of snapshot sessions (KEP-3314, session design): with the token of a session, and in its names
-//! alone. One that expired while extents came is replaced by another.
+//! The SnapshotMetadata API of snapshot sessions (KEP-3314, session design): with the token of a
+//! session, and only for snapshots that the session names. A session that expires during a listing
+//! is replaced.
 
 use std::sync::Arc;
 
 use anyhow::anyhow;
 use tonic::{Code, Status};
 
-use super::super::block_map::{Answer, Message, Query, Window, message_of};
+use super::super::block_map::{Message, Query, Stream, Window, message_of};
 use super::super::connection::Deadline;
+use super::super::progress;
 use super::failure::{Entry, Failure, Subject};
 use super::named;
 use super::request::{Granted, Requests};
@@ -28,17 +30,17 @@ fn csi_style(number: i32) -> BlockMetadataType {
     }
 }
 
-/// A question within a session.
+/// A listing within a session.
 pub struct Session<'a> {
     requests: &'a mut Requests,
     query: Query,
     portion: Portion,
     granted: Option<Arc<Granted>>,
-    /// Whether the last one is over, so that the next is another.
-    over: bool,
+    /// Whether the session has expired, so that the next request needs a new one.
+    expired: bool,
 }
 
-/// A [`Window`] as this API has it.
+/// A [`Window`] in the types of this API.
 #[derive(Debug, Clone, Copy)]
 pub struct Portion {
     pub starting_offset: u64,
@@ -57,10 +59,10 @@ impl TryFrom<Window> for Portion {
     }
 }
 
-/// The VolumeSnapshots that a session for this question has to name, each once.
+/// The VolumeSnapshots that a session for this query must name, each once.
 ///
 /// # Errors
-/// What cannot be the name of one.
+/// A text cannot be the name of one.
 pub fn snapshots(query: &Query) -> anyhow::Result<Vec<String>> {
     let mut names = named(query, "in a session")?;
     names.dedup();
@@ -69,45 +71,45 @@ pub fn snapshots(query: &Query) -> anyhow::Result<Vec<String>> {
 
 impl<'a> Session<'a> {
     pub fn new(requests: &'a mut Requests, query: Query, portion: Portion) -> Self {
-        Self { requests, query, portion, granted: None, over: false }
+        Self { requests, query, portion, granted: None, expired: false }
     }
 
-    /// The session under way, or the next.
+    /// The current session, or a new one.
     async fn session(&mut self) -> Result<Arc<Granted>, Failure> {
         if let Some(granted) = &self.granted {
             return Ok(granted.clone());
         }
-        if std::mem::take(&mut self.over)
-            && let Err(left) = self.requests.end().await
+        if std::mem::take(&mut self.expired)
+            && let Err(remaining) = self.requests.end().await
         {
-            eprintln!("csi-loopback: {left:#}");
+            progress::note(&format!("{remaining:#}"));
         }
         let granted = Arc::new(self.requests.open().await?);
         Ok(self.granted.insert(granted).clone())
     }
 
-    /// What it means that an answer ended so.
+    /// What the end of a stream with this status means.
     fn ended(&mut self, granted: &Arc<Granted>, status: Status) -> Failure {
         let Granted { request, driver, place, .. } = &**granted;
-        let ours = self.requests.ours();
+        let own = self.requests.is_own();
         if status.code() == Code::Unauthenticated {
             self.granted = None;
-            self.over = true;
+            self.expired = true;
         }
         let subject = Subject {
             namespace: self.requests.namespace(),
             driver,
             address: &place.address,
-            entry: Entry::Session { request, ours },
+            entry: Entry::Session { request, own },
         };
         Failure::stream(status, &subject)
     }
 }
 
 impl BlockApi for Session<'_> {
-    type Answer = (Arc<Granted>, Answer<api::GetAllocatedResponse, api::GetDeltaResponse>);
+    type Response = (Arc<Granted>, Stream<api::GetAllocatedResponse, api::GetDeltaResponse>);
 
-    async fn ask(&mut self, from: u64) -> Result<Self::Answer, Failure> {
+    async fn request(&mut self, from: u64) -> Result<Self::Response, Failure> {
         let granted = self.session().await?;
         let channel = wire::connect(&granted.place).await?;
         let deadline = Deadline(self.requests.limits().deadline);
@@ -116,7 +118,7 @@ impl BlockApi for Session<'_> {
         let Portion { starting_offset, max_results } = self.portion;
         let offset = starting_offset.max(from);
         let (session_token, volume_id) = (granted.token.clone(), String::new());
-        let answer = match self.query.clone() {
+        let stream = match self.query.clone() {
             Query::Allocated { snapshot } => {
                 let request = api::GetAllocatedRequest {
                     session_token,
@@ -125,7 +127,7 @@ impl BlockApi for Session<'_> {
                     starting_offset: offset,
                     max_results,
                 };
-                client.get_allocated(request).await.map(Answer::allocated)
+                client.get_allocated(request).await.map(Stream::allocated)
             }
             Query::Delta { base, target } => {
                 let request = api::GetDeltaRequest {
@@ -136,17 +138,17 @@ impl BlockApi for Session<'_> {
                     starting_byte_offset: offset,
                     max_results,
                 };
-                client.get_delta(request).await.map(Answer::delta)
+                client.get_delta(request).await.map(Stream::delta)
             }
         };
-        match answer {
-            Ok(answer) => Ok((granted, answer)),
+        match stream {
+            Ok(stream) => Ok((granted, stream)),
             Err(status) => Err(self.ended(&granted, status)),
         }
     }
 
-    async fn message(&mut self, answer: &mut Self::Answer) -> Result<Option<Message>, Failure> {
-        let (granted, stream) = answer;
+    async fn message(&mut self, response: &mut Self::Response) -> Result<Option<Message>, Failure> {
+        let (granted, stream) = response;
         stream.message().await.map_err(|status| self.ended(granted, status))
     }
 }
@@ -169,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_this_api_cannot_say_is_refused_by_name() {
+    fn a_window_outside_of_the_types_is_refused_by_name() {
         let refused = |starting_offset, max_results| {
             let window = Window { starting_offset, max_results };
             Portion::try_from(window).unwrap_err().to_string()
@@ -181,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn both_styles_are_told_by_the_numbers_of_this_api() {
+    fn both_block_types_have_the_numbers_of_this_api() {
         let styles = [0, 1, 2].map(csi_style);
         use BlockMetadataType::{FixedLength, Unknown, VariableLength};
         assert_eq!(styles, [FixedLength, VariableLength, Unknown]);

@@ -1,5 +1,5 @@
-//! The Kubernetes way end to end, against [`fake_sidecar`]: what is asked, what goes on after which
-//! interruption, and what is told of the rest.
+//! Listings through the released API end to end, against [`fake_sidecar`]: requests, resumption
+//! after interruptions, and errors.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tonic::Code;
 
 use super::super::block_map::{BlockMap, Query, Source, Window};
 use super::fake_sidecar::{
-    Asked, CAPACITY, Cluster, DRIVER, End, REVIEW_PATH, Script, content_path, service,
+    CAPACITY, Cluster, DRIVER, End, REVIEW_PATH, Script, SidecarRequest, content_path, service,
     service_path, snapshot_path,
 };
 use super::find::Finder;
@@ -44,7 +44,7 @@ fn metadata(cluster: &Cluster, query: Query, offset: i64, limits: Limits) -> Met
     Metadata::new(finder, tokens, query, window, limits.deadline)
 }
 
-/// The extents of a whole answer, in units of 4 KiB.
+/// The extents of a complete listing, in units of 4 KiB.
 pub async fn read(source: impl Source) -> Result<Vec<(i64, i64)>> {
     let mut map = BlockMap::new(source);
     let mut all = Vec::new();
@@ -55,11 +55,11 @@ pub async fn read(source: impl Source) -> Result<Vec<(i64, i64)>> {
     Ok(all)
 }
 
-/// What the cluster answers with these scripts, and which offsets were asked for, in units of 4 KiB.
+/// The listing that these scripts yield, and the requested offsets, in units of 4 KiB.
 async fn played(scripts: Vec<Script>) -> (Result<Vec<(i64, i64)>>, Vec<i64>) {
     let cluster = Cluster::new(scripts).await;
-    let answer = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-    (answer, cluster.asked().iter().map(|asked| asked.offset / K).collect())
+    let extents = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+    (extents, cluster.sidecar_requests().iter().map(|request| request.offset / K).collect())
 }
 
 /// Messages of extents in units of 4 KiB.
@@ -68,32 +68,32 @@ pub fn script(messages: &[&[(i64, i64)]], end: End) -> Script {
     Script { messages: messages.iter().map(bytes).collect(), ..Script::new(&[], end) }
 }
 
-pub fn told(outcome: Result<Vec<(i64, i64)>>) -> String {
+pub fn error_text(outcome: Result<Vec<(i64, i64)>>) -> String {
     format!("{:#}", outcome.expect_err("an error"))
 }
 
 const UNAVAILABLE: End = End::Code(Code::Unavailable);
 
 #[tokio::test]
-async fn an_answer_that_is_not_interrupted_is_asked_for_once() {
+async fn an_uninterrupted_listing_is_requested_once() {
     let cluster = Cluster::new(vec![script(&[&[(0, 1), (4, 2)], &[(9, 1)]], End::Whole)]).await;
-    let answer = read(source(&cluster, delta("a"), 2 * K, Duration::from_secs(60))).await.unwrap();
-    assert_eq!(answer, [(0, 1), (4, 2), (9, 1)]);
-    let asked = Asked {
+    let extents = read(source(&cluster, delta("a"), 2 * K, Duration::from_secs(60))).await.unwrap();
+    assert_eq!(extents, [(0, 1), (4, 2), (9, 1)]);
+    let request = SidecarRequest {
         token: "token-1".to_owned(),
         base: "handle-a".to_owned(),
         snapshot: "b".to_owned(),
         offset: 2 * K,
     };
-    assert_eq!(cluster.asked(), [asked]);
+    assert_eq!(cluster.sidecar_requests(), [request]);
     let token = "POST /api/v1/namespaces/shop/serviceaccounts/backup/token?";
     assert_eq!(cluster.calls().iter().filter(|call| *call == token).count(), 1);
 }
 
 #[tokio::test]
-async fn an_interrupted_answer_goes_on_where_it_broke() {
+async fn an_interrupted_listing_resumes_where_it_broke() {
     for end in [UNAVAILABLE, End::Break] {
-        let (answer, offsets) = played(vec![
+        let (extents, offsets) = played(vec![
             script(&[], end),
             script(&[&[]], end),
             script(&[&[(0, 1), (4, 2)]], end),
@@ -102,43 +102,43 @@ async fn an_interrupted_answer_goes_on_where_it_broke() {
             script(&[&[(12, 1)]], End::Whole),
         ])
         .await;
-        assert_eq!(answer.unwrap(), [(0, 1), (4, 2), (9, 1), (12, 1)]);
+        assert_eq!(extents.unwrap(), [(0, 1), (4, 2), (9, 1), (12, 1)]);
         assert_eq!(offsets, [0, 0, 0, 6, 6, 10]);
     }
 }
 
 #[tokio::test]
-async fn what_an_offset_rounded_down_repeats_is_cut_off() {
+async fn extents_repeated_by_a_rounded_offset_are_dropped() {
     for style in [BlockMetadataType::FixedLength, BlockMetadataType::VariableLength] {
-        let (answer, offsets) = played(vec![
+        let (extents, offsets) = played(vec![
             Script { style, ..script(&[&[(0, 1), (4, 1), (5, 1)]], UNAVAILABLE) },
-            // All over again from 0; then an extent over the seam.
+            // A repetition from 0, then an extent that crosses the seam.
             Script { style, ..script(&[&[(0, 1), (4, 1)], &[(5, 1), (6, 1)]], UNAVAILABLE) },
             Script { style, ..script(&[&[(4, 6)], &[(20, 1)]], End::Whole) },
         ])
         .await;
-        assert_eq!(answer.unwrap(), [(0, 1), (4, 1), (5, 1), (6, 1), (7, 3), (20, 1)]);
+        assert_eq!(extents.unwrap(), [(0, 1), (4, 1), (5, 1), (6, 1), (7, 3), (20, 1)]);
         assert_eq!(offsets, [0, 6, 7]);
     }
 }
 
 #[tokio::test]
-async fn an_answer_that_broke_after_the_last_byte_of_the_volume_is_whole() {
+async fn a_listing_that_broke_after_the_last_byte_is_complete() {
     let last = CAPACITY / K - 1;
-    let (answer, offsets) = played(vec![script(&[&[(last, 1)]], End::Break)]).await;
-    assert_eq!(answer.unwrap(), [(last, 1)]);
+    let (extents, offsets) = played(vec![script(&[&[(last, 1)]], End::Break)]).await;
+    assert_eq!(extents.unwrap(), [(last, 1)]);
     assert_eq!(offsets, [0]);
-    let (answer, _) = played(vec![script(&[&[(last, 1)]], End::Code(Code::Internal))]).await;
-    assert!(told(answer).starts_with("INTERNAL"));
+    let (extents, _) = played(vec![script(&[&[(last, 1)]], End::Code(Code::Internal))]).await;
+    assert!(error_text(extents).starts_with("INTERNAL"));
 }
 
 #[tokio::test]
-async fn a_rest_without_messages_is_whole_once_the_shape_is_known() {
-    let (answer, _) =
+async fn a_resumed_listing_may_have_no_more_messages() {
+    let (extents, _) =
         played(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[], End::Whole)]).await;
-    assert_eq!(answer.unwrap(), [(0, 1)]);
-    let (answer, _) = played(vec![script(&[], End::Whole)]).await;
-    assert!(told(answer).contains("without a message"));
+    assert_eq!(extents.unwrap(), [(0, 1)]);
+    let (extents, _) = played(vec![script(&[], End::Whole)]).await;
+    assert!(error_text(extents).contains("returned no message"));
 }
 
 #[tokio::test]
@@ -148,13 +148,13 @@ async fn a_shape_that_changes_between_attempts_is_an_error() {
     let fixed = Script { style: BlockMetadataType::FixedLength, ..second.clone() };
     let grown = Script { capacity: 2 * CAPACITY, ..second };
     for other in [fixed, grown] {
-        let (answer, _) = played(vec![first.clone(), other]).await;
-        assert!(told(answer).contains("changed the block metadata type or the capacity"));
+        let (extents, _) = played(vec![first.clone(), other]).await;
+        assert!(error_text(extents).contains("changed the block metadata type or the capacity"));
     }
 }
 
 #[tokio::test]
-async fn a_token_that_expired_is_renewed_and_one_that_is_refused_is_not() {
+async fn an_expired_token_is_renewed_and_a_refused_one_is_not() {
     let expired = End::Code(Code::Unauthenticated);
     let cluster = Cluster::new(vec![
         script(&[&[(0, 1)]], expired),
@@ -163,62 +163,67 @@ async fn a_token_that_expired_is_renewed_and_one_that_is_refused_is_not() {
         script(&[&[(2, 1)]], End::Whole),
     ])
     .await;
-    let answer = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await.unwrap();
-    assert_eq!(answer, [(0, 1), (1, 1), (2, 1)]);
-    let tokens: Vec<_> = cluster.asked().into_iter().map(|asked| asked.token).collect();
+    let extents = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await.unwrap();
+    assert_eq!(extents, [(0, 1), (1, 1), (2, 1)]);
+    let tokens: Vec<_> =
+        cluster.sidecar_requests().into_iter().map(|request| request.token).collect();
     assert_eq!(tokens, ["token-1", "token-2", "token-3", "token-4"]);
 
-    // At once, and twice in a row, another token would not help either.
-    let (answer, offsets) = played(vec![script(&[], expired)]).await;
-    let told_at_once = told(answer);
-    assert!(told_at_once.starts_with("UNAUTHENTICATED: scripted; the token of ServiceAccount"));
-    assert!(!told_at_once.contains("token-1"), "{told_at_once}");
+    // Neither at the start nor after a failure without progress does another token help.
+    let (extents, offsets) = played(vec![script(&[], expired)]).await;
+    let first_error = error_text(extents);
+    assert!(first_error.starts_with("UNAUTHENTICATED: scripted; the token of ServiceAccount"));
+    assert!(!first_error.contains("token-1"), "{first_error}");
     assert_eq!(offsets, [0]);
-    let (answer, offsets) = played(vec![script(&[&[(0, 1)]], expired), script(&[], expired)]).await;
-    assert!(told(answer).starts_with("UNAUTHENTICATED"));
+    let (extents, offsets) =
+        played(vec![script(&[&[(0, 1)]], expired), script(&[], expired)]).await;
+    assert!(error_text(extents).starts_with("UNAUTHENTICATED"));
     assert_eq!(offsets, [0, 1]);
 }
 
 #[tokio::test]
-async fn an_answer_that_takes_longer_than_a_sidecar_allows_comes_in_parts() {
+async fn a_listing_beyond_the_sidecars_time_limit_resumes() {
     let too_long = End::Code(Code::DeadlineExceeded);
-    let (answer, offsets) = played(vec![
+    let (extents, offsets) = played(vec![
         script(&[&[(0, 1)]], too_long),
         script(&[&[(1, 1)]], too_long),
         script(&[&[(2, 1)]], End::Whole),
     ])
     .await;
-    assert_eq!(answer.unwrap(), [(0, 1), (1, 1), (2, 1)]);
+    assert_eq!(extents.unwrap(), [(0, 1), (1, 1), (2, 1)]);
     assert_eq!(offsets, [0, 1, 2]);
-    let (answer, _) = played(vec![script(&[&[(0, 1)]], too_long), script(&[], too_long)]).await;
-    assert!(told(answer).starts_with("DEADLINE_EXCEEDED"));
+    let (extents, _) = played(vec![script(&[&[(0, 1)]], too_long), script(&[], too_long)]).await;
+    assert!(error_text(extents).starts_with("DEADLINE_EXCEEDED"));
 }
 
 #[tokio::test]
-async fn other_codes_end_the_answer_at_once() {
+async fn other_codes_end_the_listing_at_once() {
     for code in (1..=16).map(Code::from) {
         if matches!(code, Code::Unavailable | Code::Unauthenticated | Code::DeadlineExceeded) {
             continue;
         }
-        let (answer, offsets) = played(vec![script(&[&[(0, 1)]], End::Code(code))]).await;
-        let told = told(answer);
-        assert!(told.starts_with(&format!("{}: scripted", crate::grpc::code_name(code))), "{told}");
+        let (extents, offsets) = played(vec![script(&[&[(0, 1)]], End::Code(code))]).await;
+        let error_text = error_text(extents);
+        assert!(
+            error_text.starts_with(&format!("{}: scripted", crate::grpc::code_name(code))),
+            "{error_text}"
+        );
         assert_eq!(offsets, [0], "{code:?}");
     }
 }
 
 #[tokio::test]
-async fn attempts_end_with_the_time_and_tell_the_last_reason() {
+async fn attempts_end_with_the_time_and_name_the_last_error() {
     let cluster = Cluster::new(vec![script(&[], UNAVAILABLE); 9]).await;
     let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(1))).await;
-    let told = told(outcome);
-    assert!(told.contains("--timeout allows more; UNAVAILABLE: scripted"), "{told}");
+    let error_text = error_text(outcome);
+    assert!(error_text.contains("set a longer --timeout; UNAVAILABLE: scripted"), "{error_text}");
     // The pauses grow.
-    assert!(cluster.asked().len() < 6, "{:?}", cluster.asked());
+    assert!(cluster.sidecar_requests().len() < 6, "{:?}", cluster.sidecar_requests());
 }
 
 #[tokio::test]
-async fn a_sidecar_that_moved_and_changed_its_authority_is_found_again() {
+async fn a_sidecar_with_a_new_address_and_authority_is_found() {
     let cluster =
         Cluster::new(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[&[(1, 1)]], End::Whole)])
             .await;
@@ -229,7 +234,7 @@ async fn a_sidecar_that_moved_and_changed_its_authority_is_found_again() {
     cluster.put(&service_path(DRIVER), old);
     let moved = cluster.clone();
     tokio::spawn(async move {
-        // First the address; the authority is there a moment later. The API server stumbles, too.
+        // First the address, later the authority. The API server fails once, too.
         tokio::time::sleep(Duration::from_millis(250)).await;
         moved.fail(&service_path(DRIVER), 503);
         moved.put(&service_path(DRIVER), service(&address, &ca));
@@ -243,7 +248,7 @@ async fn only_the_authorities_of_the_service_are_trusted() {
     let cluster = Cluster::new(Vec::new()).await;
     let (address, ca) = cluster.start_sidecar().await;
     let (_, other) = cluster.start_sidecar().await;
-    // Another's authority; a name that the certificate is not for; no certificate at all.
+    // Another authority; a name that the certificate lacks; no certificate.
     let port = address.rsplit(':').next().unwrap();
     for (address, ca, why) in [
         (&address, &*other, "TLS with"),
@@ -252,13 +257,13 @@ async fn only_the_authorities_of_the_service_are_trusted() {
     ] {
         cluster.put(&service_path(DRIVER), service(address, ca));
         let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-        let told = told(outcome);
-        assert!(told.contains(why), "{told}");
+        let error_text = error_text(outcome);
+        assert!(error_text.contains(why), "{error_text}");
     }
 }
 
 #[tokio::test]
-async fn another_address_is_connected_to_under_the_name_of_the_service() {
+async fn another_address_must_have_the_services_certificate() {
     let cluster = Cluster::new(vec![script(&[&[(0, 1)]], End::Whole)]).await;
     let (address, ca) = cluster.start_sidecar().await;
     let port = address.rsplit(':').next().unwrap();
@@ -274,33 +279,33 @@ async fn another_address_is_connected_to_under_the_name_of_the_service() {
 }
 
 #[tokio::test]
-async fn a_base_goes_by_the_name_of_a_volume_snapshot_and_is_sent_by_its_handle() {
+async fn a_base_name_is_sent_as_its_csi_handle() {
     let cluster = Cluster::new(vec![script(&[&[]], End::Whole)]).await;
     read(source(&cluster, delta("a"), 0, Duration::from_secs(60))).await.unwrap();
-    assert_eq!(cluster.asked()[0].base, "handle-a");
+    assert_eq!(cluster.sidecar_requests()[0].base, "handle-a");
     for none in ["gone", "Handle/7"] {
-        let answer = read(source(&cluster, delta(none), 0, Duration::from_secs(60))).await;
-        let told = told(answer);
-        assert!(told.contains(none) && told.contains("--base-id"), "{told}");
+        let extents = read(source(&cluster, delta(none), 0, Duration::from_secs(60))).await;
+        let error_text = error_text(extents);
+        assert!(error_text.contains(none) && error_text.contains("--base-id"), "{error_text}");
     }
-    assert_eq!(cluster.asked().len(), 1, "no sidecar has to guess what a base is");
+    assert_eq!(cluster.sidecar_requests().len(), 1, "the sidecar gets no unresolved base");
 }
 
 #[tokio::test]
-async fn a_base_that_is_gone_is_sent_by_the_handle_that_base_id_names() {
-    // `a` is also the name of a VolumeSnapshot, which is not what was asked for.
+async fn a_deleted_base_is_sent_as_the_handle_of_base_id() {
+    // `a` is also the name of a VolumeSnapshot, which is not looked up.
     for handle in ["gone", "Handle/7", "a"] {
         let cluster = Cluster::new(vec![script(&[&[]], End::Whole)]).await;
         let timeout = Duration::from_secs(60);
         let limits = Limits { deadline: Instant::now() + timeout, timeout };
         let metadata = metadata(&cluster, delta(handle), 0, limits).base_by_handle(true);
         read(Resuming::new(metadata, limits)).await.unwrap();
-        assert_eq!(cluster.asked()[0].base, handle);
+        assert_eq!(cluster.sidecar_requests()[0].base, handle);
     }
 }
 
 #[tokio::test]
-async fn a_service_is_found_by_label_when_none_has_the_drivers_name() {
+async fn a_service_without_the_drivers_name_is_found_by_label() {
     let cluster = Cluster::new(vec![script(&[&[(0, 1)]], End::Whole)]).await;
     let (address, ca) = cluster.start_sidecar().await;
     cluster.remove(&service_path(DRIVER));
@@ -311,8 +316,8 @@ async fn a_service_is_found_by_label_when_none_has_the_drivers_name() {
     for (names, why) in [(&[][..], "no SnapshotMetadataService"), (&["one", "two"], "one, two")] {
         cluster.put(&service_path(""), listed(names));
         let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-        let told = told(outcome);
-        assert!(told.contains(why), "{told}");
+        let error_text = error_text(outcome);
+        assert!(error_text.contains(why), "{error_text}");
     }
     cluster.put(&service_path(""), listed(&["other-name"]));
     let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
@@ -322,7 +327,7 @@ async fn a_service_is_found_by_label_when_none_has_the_drivers_name() {
 }
 
 #[tokio::test]
-async fn what_the_api_server_refuses_is_told_at_once() {
+async fn a_refusal_of_the_api_server_ends_the_listing_at_once() {
     let cluster = Cluster::new(Vec::new()).await;
     let token = "/api/v1/namespaces/shop/serviceaccounts/backup/token";
     for (path, what) in [
@@ -334,16 +339,16 @@ async fn what_the_api_server_refuses_is_told_at_once() {
         for code in [403, 503] {
             cluster.fail(path, code);
             let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-            let told = told(outcome);
-            assert!(told.starts_with(what) && told.contains("fails"), "{told}");
-            assert_eq!(told.contains("RBAC"), code == 403, "{told}");
+            let error_text = error_text(outcome);
+            assert!(error_text.starts_with(what) && error_text.contains("fails"), "{error_text}");
+            assert_eq!(error_text.contains("RBAC"), code == 403, "{error_text}");
         }
     }
-    assert!(cluster.asked().is_empty());
+    assert!(cluster.sidecar_requests().is_empty());
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_not_bound_yet_is_waited_for() {
+async fn an_unbound_snapshot_is_awaited() {
     let cluster = Cluster::new(vec![script(&[&[(0, 1)]], End::Whole)]).await;
     let unbound = json!({ "spec": { "source": {} } });
     cluster.put(&snapshot_path("b"), unbound);
@@ -358,7 +363,7 @@ async fn a_snapshot_that_is_not_bound_yet_is_waited_for() {
 }
 
 #[tokio::test]
-async fn without_an_account_the_callers_own_is_asked_as() {
+async fn without_an_account_the_callers_own_is_used() {
     let user = |name: &str| json!({ "status": { "userInfo": { "username": name } } });
     let cluster = Cluster::new(Vec::new()).await;
     let own = || Tokens::requested(cluster.client(), None, Duration::from_secs(600));

@@ -1,5 +1,5 @@
-//! The token that a request to the sidecar carries: a ServiceAccount's, for the sidecar's audience. Each attempt
-//! takes its own, since an answer can last longer than a token.
+//! The token of a request to the sidecar: a ServiceAccount's, for the sidecar's audience. Each
+//! attempt gets a new token, because a listing can last longer than a token.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,10 +14,10 @@ use tokio::io::AsyncReadExt;
 use super::failure::Failure;
 use super::find::call;
 
-/// More than any token has, in bytes.
+/// Maximum size of a token file in bytes.
 const LONGEST: u64 = 64 << 10;
 
-/// What begins the user name of every ServiceAccount, and of nobody else.
+/// Prefix of the user name of every ServiceAccount, and only of those.
 const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
 
 /// Where tokens come from.
@@ -27,13 +27,13 @@ enum Origin {
     File(PathBuf),
     Request {
         client: Client,
-        /// Namespace and name; found out when it is first needed.
+        /// Namespace and name; looked up when first needed.
         account: Option<(String, String)>,
         expiry: Duration,
     },
 }
 
-/// A token and whose it is. It has no `Debug`, so that it is not printed by mistake.
+/// A token and its account. It has no `Debug`, so that it is not printed by mistake.
 pub struct Token {
     pub secret: String,
     /// For messages.
@@ -45,12 +45,12 @@ impl Tokens {
         Self(Origin::File(path))
     }
 
-    /// Tokens of a ServiceAccount, by namespace and name; of the caller if none is given.
+    /// Tokens of a ServiceAccount, by namespace and name; of the caller without one.
     pub fn requested(client: Client, account: Option<(String, String)>, expiry: Duration) -> Self {
         Self(Origin::Request { client, account, expiry })
     }
 
-    /// A token for an audience, as fresh as can be had.
+    /// A new token for an audience.
     pub async fn take(&mut self, audience: &str) -> Result<Token, Failure> {
         match &mut self.0 {
             Origin::File(path) => {
@@ -81,16 +81,16 @@ async fn request(
         expiration_seconds: i64::try_from(expiry.as_secs()).ok(),
         ..TokenRequestSpec::default()
     };
-    let wish = TokenRequest { spec, ..TokenRequest::default() };
+    let body = TokenRequest { spec, ..TokenRequest::default() };
     let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
     let what = format!("token of ServiceAccount {namespace}/{name}");
     let none = PostParams::default();
-    let granted = call(&what, accounts.create_token_request(name, &none, &wish)).await?;
+    let granted = call(&what, accounts.create_token_request(name, &none, &body)).await?;
     let token = granted.status.map(|status| status.token).filter(|token| !token.is_empty());
     token.ok_or_else(|| Failure::never(anyhow!("{what}: the API server granted none")))
 }
 
-/// Namespace and name of the ServiceAccount that this process is to the API server.
+/// Namespace and name of the ServiceAccount that the API server knows this process as.
 async fn own_account(client: &Client) -> Result<(String, String), Failure> {
     let reviews: Api<SelfSubjectReview> = Api::all(client.clone());
     let (none, empty) = (PostParams::default(), SelfSubjectReview::default());
@@ -101,8 +101,8 @@ async fn own_account(client: &Client) -> Result<(String, String), Failure> {
     match account {
         Some((namespace, name)) => Ok((namespace.to_owned(), name.to_owned())),
         None => Err(Failure::never(anyhow!(
-            "the cluster knows you as {user:?}, which is no ServiceAccount: name one with \
-             --service-account, or give a token with --token-file"
+            "the API server knows the kubeconfig's user as {user:?}, which is no ServiceAccount: set \
+             --service-account or --token-file"
         ))),
     }
 }
@@ -114,7 +114,7 @@ async fn read(path: &Path) -> Result<String> {
     file.take(LONGEST + 1).read_to_string(&mut text).await.with_context(named)?;
     let token = text.trim();
     if token.is_empty() || text.len() as u64 > LONGEST || token.contains(char::is_whitespace) {
-        bail!("{}: it does not hold a token and nothing else", named());
+        bail!("{}: the file must contain one token and nothing else", named());
     }
     Ok(token.to_owned())
 }
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_token_file_is_read_anew_and_holds_a_token_only() {
+    async fn a_token_file_is_reread_and_holds_only_a_token() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         let mut tokens = Tokens::file(path.clone());

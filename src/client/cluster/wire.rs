@@ -1,4 +1,5 @@
-//! The connection to a driver's sidecar: TLS that trusts the certificates alone that an object of the cluster names.
+//! The connection to a driver's sidecar: TLS that trusts only the certificates that an object of
+//! the cluster names.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -15,33 +16,33 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use super::failure::{Failure, Retry};
 use crate::kubernetes::tls;
 
-/// How long connecting may take, the TLS handshake included.
+/// Time limit of connecting, the TLS handshake included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often to ask whether the other side is there still. Servers in Go, by default, hang up on those
-/// who ask more than every five minutes.
+/// Interval of HTTP/2 pings. Servers in Go close connections that ping more often than every five
+/// minutes by default.
 const PING_INTERVAL: Duration = Duration::from_secs(310);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The longest message, in bytes: more than the sidecar passes on.
+/// Maximum size of a message in bytes: more than the sidecar forwards.
 pub const LONGEST_MESSAGE: usize = 33 << 20;
 
-/// Where a driver's sidecar is.
+/// The address of a driver's sidecar.
 #[derive(Debug)]
 pub struct Place {
-    /// To connect to: host:port.
+    /// The host:port to connect to.
     pub address: String,
-    /// What the certificate must be for.
+    /// The host that the certificate must name.
     host: String,
-    /// Certificates (PEM) of those whom to trust there.
+    /// Trusted certificates (PEM).
     ca: Vec<u8>,
-    /// The object that says so, for messages.
+    /// The object that names them, for messages.
     object: String,
 }
 
 impl Place {
-    /// As `object` says, but connected to at `instead`, if there is one.
-    pub fn told(
+    /// The address in `object`; `instead` replaces it for the connection.
+    pub fn new(
         object: &str,
         address: String,
         instead: Option<&str>,
@@ -63,8 +64,8 @@ fn host_of(address: &str) -> Option<&str> {
     (port.parse::<u16>().is_ok() && !host.is_empty()).then_some(host)
 }
 
-/// A channel over one connection: when that breaks, so does the answer, and whoever asks again begins with
-/// the object that names the place, which may have changed.
+/// A channel over one connection. When it breaks, so does the listing: the next attempt reads the
+/// object that names the address again, because it may have changed.
 pub async fn connect(place: &Place) -> Result<Channel, Failure> {
     let address = &place.address;
     let unusable =
@@ -84,7 +85,7 @@ pub async fn connect(place: &Place) -> Result<Channel, Failure> {
     let stream = Arc::new(Mutex::new(Some(TokioIo::new(stream))));
     let once = tower::service_fn(move |_: Uri| {
         let stream = stream.lock().unwrap_or_else(PoisonError::into_inner).take();
-        async move { stream.ok_or_else(|| std::io::Error::other("the connection is used up")) }
+        async move { stream.ok_or_else(|| std::io::Error::other("the connection was used before")) }
     });
     endpoint.connect_with_connector(once).await.map_err(|error| {
         let error = anyhow::Error::from(error).context(format!("cannot connect to {address}"));
@@ -95,22 +96,22 @@ pub async fn connect(place: &Place) -> Result<Channel, Failure> {
 async fn handshake(place: &Place) -> Result<TlsStream<TcpStream>, Failure> {
     let Place { address, host, ca, object } = place;
     let name = ServerName::try_from(host.clone())
-        .with_context(|| format!("{host:?} is not a host's name"))
+        .with_context(|| format!("{host:?} is not a host name"))
         .map_err(Failure::never)?;
     let config = tls::client_config(ca)
         .with_context(|| format!("the caCert of {object}"))
         .map_err(|error| Failure::new(Retry::OnceBegun, error))?;
     let unreachable = |error: std::io::Error| {
-        // A certificate that is not trusted is no matter of time, unless it is being renewed.
+        // An untrusted certificate is a permanent error, unless it is being renewed.
         let refused = error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>());
         let retry = if refused { Retry::OnceBegun } else { Retry::Always };
         let what = if refused {
             format!(
-                "TLS with {address}, whose certificate must be for {host:?} and from the caCert of {object}"
+                "TLS with {address}, whose certificate must name {host:?} and be issued by the caCert of {object}"
             )
         } else {
             format!(
-                "cannot connect to {address} (from outside of the cluster: port-forward, --address)"
+                "cannot connect to {address} (outside of the cluster, use port-forward and --address)"
             )
         };
         Failure::new(retry, anyhow::Error::from(error).context(what))
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_name_in_the_certificate_is_the_host_of_the_address() {
+    fn the_certificate_names_the_host_of_the_address() {
         for (address, host) in [
             ("sidecar.csi.svc:6443", Some("sidecar.csi.svc")),
             ("10.0.0.1:1", Some("10.0.0.1")),

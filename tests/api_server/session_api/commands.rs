@@ -154,7 +154,7 @@ fn a_session_listing_survives_a_killed_sidecar() {
     let output = child.wait_with_output().unwrap();
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
     // The driver holds back one of the two extents before the stall.
-    assert!(words.contains("going on from byte 4096"), "{words}");
+    assert!(words.contains("resuming from byte 4096"), "{words}");
     let all = listed(output);
     let again = listed(whole.command(&["allocated", "first"]).output().unwrap());
     assert_eq!(all, again);

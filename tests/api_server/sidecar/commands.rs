@@ -12,8 +12,8 @@ use support::cluster::access::backup_rules;
 use support::cluster::programs::stdout_of;
 use support::cluster::sidecar::spawn_at;
 use support::cluster::sidecar_rig::{AUDIENCE, Rig};
-use support::driver::wait_for;
-use support::{BLOCK, path};
+use support::driver::{Source, block, wait_for};
+use support::{BLOCK, path, read_all};
 
 fn command(rig: &Rig<'_>, arguments: &[&str]) -> Command {
     let mut command = Command::new(binary());
@@ -93,8 +93,44 @@ fn commands_survive_a_killed_sidecar_and_driver() {
     let stdout = reading.join().unwrap();
     let whole = found(Output { stdout, ..output.clone() });
     assert!(whole.into_iter().eq((0..count).map(extent)));
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(error.contains("going on from byte"), "{error}");
+    let notes = String::from_utf8_lossy(&output.stderr);
+    assert!(notes.contains("resuming from byte"), "{notes}");
+}
+
+#[test]
+fn verify_and_map_work_through_kubernetes() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    cluster.grant(&rig.backup, &backup_rules());
+    rig.write(1, [3]);
+    let first = rig.snapshot("first");
+    rig.write(2, [3, 9]);
+    let second = rig.snapshot("second");
+    // In the place of devices: a foreign driver's are restored claims.
+    let image = |snapshot: &str, name: &str| {
+        let copy = rig.driver.copy(name, Source::Snapshot(snapshot), block());
+        let file = rig.driver.scratch().join(name);
+        std::fs::write(&file, rig.driver.with_device(&copy, read_all)).unwrap();
+        file
+    };
+    let (source, target) = (image(&first.handle, "source"), image(&second.handle, "target"));
+    let devices = ["--source", path(&source), "--target", path(&target)];
+    let verified = |arguments: &[&str]| -> Value {
+        let output = command(&rig, &[&["verify"], arguments].concat()).output().unwrap();
+        serde_json::from_str(&stdout_of(output)).unwrap()
+    };
+    let delta = verified(&[&["first", "second"], &devices[..]].concat());
+    assert_eq!((&delta["proven"], &delta["differing_blocks"]), (&true.into(), &2.into()));
+    let allocated = verified(&[&["second"], &devices[2..]].concat());
+    assert_eq!((&allocated["proven"], &allocated["reported_blocks"]), (&true.into(), &2.into()));
+    let refused = command(&rig, &["verify", "first", "second"]).output().unwrap();
+    let words = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && words.contains("--target DEV"), "{words}");
+
+    let output = command(&rig, &["map", "first", "second", "--width", "8"]).output().unwrap();
+    let rows: Value = serde_json::from_str(&stdout_of(output)).unwrap();
+    assert_eq!((&rows[0]["bytes"], &rows[1]["bytes"]), (&BLOCK.into(), &(2 * BLOCK).into()));
+    assert_eq!((&rows[0]["snapshot"], &rows[1]["kind"]), (&"first".into(), &"changed".into()));
 }
 
 fn restart_at_its_place(rig: &mut Rig<'_>) {

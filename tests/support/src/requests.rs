@@ -2,6 +2,7 @@
 
 use admin::base_admin_client::BaseAdminClient;
 use admin::pool_admin_client::PoolAdminClient;
+use admin::volume_admin_client::VolumeAdminClient;
 use csi::controller_client::ControllerClient;
 use csi::group_controller_client::GroupControllerClient;
 use csi::identity_client::IdentityClient;
@@ -381,6 +382,23 @@ impl Rpc for admin::GrowPoolRequest {
     async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
         let answer = PoolAdminClient::new(channel).grow_pool(self).await?;
         Ok(answer.into_inner().pool.unwrap())
+    }
+}
+
+impl Rpc for admin::GetVolumeRequest {
+    type Response = admin::Volume;
+
+    async fn send(self, channel: Channel) -> Result<admin::Volume, Status> {
+        let answer = VolumeAdminClient::new(channel).get_volume(self).await?;
+        Ok(answer.into_inner().volume.unwrap())
+    }
+}
+
+impl Rpc for admin::ListInlineVolumesRequest {
+    type Response = admin::ListInlineVolumesResponse;
+
+    async fn send(self, channel: Channel) -> Result<admin::ListInlineVolumesResponse, Status> {
+        Ok(VolumeAdminClient::new(channel).list_inline_volumes(self).await?.into_inner())
     }
 }
 

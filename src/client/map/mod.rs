@@ -1,0 +1,320 @@
+//! `snapshot map`: allocated and changed blocks as a picture, in the terminal or as a file. Each
+//! snapshot is a row.
+
+pub mod cells;
+mod svg;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use serde::Serialize;
+
+use super::block_map::{BlockMap, Consumer, Query, Source, Window};
+use super::cluster::{self, ClusterArgs};
+use super::connection::Connection;
+use super::{Options, Output, bounded, format, names, progress};
+use crate::quantity;
+use cells::{Cells, Level};
+
+/// Lines of the map of one snapshot.
+const LINES: usize = 16;
+
+#[derive(Debug, Args)]
+pub struct MapArgs {
+    /// Snapshots, oldest first, by name or id; with --namespace, VolumeSnapshots
+    #[arg(required_unless_present = "volume", conflicts_with = "volume", value_name = "SNAPSHOT")]
+    snapshots: Vec<String>,
+    /// The latest snapshots of this volume, by name or id
+    #[arg(long, conflicts_with = "namespace")]
+    volume: Option<String>,
+    /// Number of snapshots with --volume
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
+    last: u16,
+    /// Draw allocated blocks in every row instead of changes
+    #[arg(long)]
+    allocated: bool,
+    /// Cells per line
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(8..=512), value_name = "N")]
+    width: u16,
+    /// Write the map to this file: .svg or .html
+    #[arg(long, value_parser = picture, value_name = "FILE")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    cluster: ClusterArgs,
+}
+
+fn picture(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("svg" | "html") => Ok(path),
+        _ => Err("must end in .svg or .html".to_owned()),
+    }
+}
+
+/// What a row shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Allocated,
+    /// Since the snapshot of the previous row.
+    Changed,
+}
+
+impl Kind {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Allocated => "allocated",
+            Self::Changed => "changed",
+        }
+    }
+
+    pub const fn is_changed(self) -> bool {
+        matches!(self, Self::Changed)
+    }
+}
+
+/// A snapshot in the map.
+#[derive(Debug, Clone)]
+pub struct Row {
+    pub snapshot: String,
+    pub kind: Kind,
+    pub cells: Cells,
+}
+
+pub async fn run(options: &Options, args: MapArgs) -> Result<ExitCode> {
+    let rows = match args.cluster.is_requested() {
+        true => through_cluster(options, &args).await?,
+        false => bounded(options, async |connection| from_driver(&connection, &args).await).await?,
+    };
+    match &args.file {
+        Some(path) => {
+            write(path, &rows)?;
+            progress::note(&format!("wrote {}", path.display()));
+        }
+        None => print(&rows, usize::from(args.width), options.print.output)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write(path: &Path, rows: &[Row]) -> Result<()> {
+    let is_html = path.extension().is_some_and(|extension| extension == "html");
+    let text = if is_html { svg::html(rows) } else { svg::svg(rows) };
+    fs::write(path, text).with_context(|| format!("write {}", path.display()))
+}
+
+/// The query of each row.
+fn queries(ids: &[String], allocated: bool) -> Vec<(Kind, Query)> {
+    let mut queries = Vec::with_capacity(ids.len());
+    let mut previous: Option<&String> = None;
+    for id in ids {
+        queries.push(match previous.filter(|_| !allocated) {
+            Some(base) => (Kind::Changed, Query::Delta { base: base.clone(), target: id.clone() }),
+            None => (Kind::Allocated, Query::Allocated { snapshot: id.clone() }),
+        });
+        previous = Some(id);
+    }
+    queries
+}
+
+async fn from_driver(connection: &Connection, args: &MapArgs) -> Result<Vec<Row>> {
+    let ids = match &args.volume {
+        Some(volume) => latest(connection, volume, usize::from(args.last)).await?,
+        None => {
+            let mut ids = Vec::with_capacity(args.snapshots.len());
+            for reference in &args.snapshots {
+                ids.push(names::snapshot_id(connection, reference).await?);
+            }
+            ids
+        }
+    };
+    let mut rows = Vec::with_capacity(ids.len());
+    for ((kind, query), id) in queries(&ids, args.allocated).into_iter().zip(&ids) {
+        let map = BlockMap::open(connection, query, Window::default()).await?;
+        let cells = Collect.consume(map).await?;
+        rows.push(Row { snapshot: names::name_of(id).to_owned(), kind, cells });
+    }
+    Ok(rows)
+}
+
+/// The latest snapshots of a volume, oldest first.
+async fn latest(connection: &Connection, volume: &str, count: usize) -> Result<Vec<String>> {
+    let volume_id = names::volume(connection, volume).await?.volume_id;
+    let mut found = Vec::new();
+    names::each_snapshot(connection, &volume_id, |snapshot| {
+        let created = snapshot.creation_time.map(|time| (time.seconds, time.nanos));
+        found.push((created, snapshot.snapshot_id));
+    })
+    .await?;
+    ensure!(!found.is_empty(), "volume {volume_id} has no snapshots");
+    found.sort();
+    let surplus = found.len().saturating_sub(count);
+    Ok(found.into_iter().skip(surplus).map(|(_, id)| id).collect())
+}
+
+async fn through_cluster(options: &Options, args: &MapArgs) -> Result<Vec<Row>> {
+    let names = &args.snapshots;
+    let mut rows = Vec::with_capacity(names.len());
+    for ((kind, query), name) in queries(names, args.allocated).into_iter().zip(names) {
+        let cluster = args.cluster.clone();
+        let cells = cluster::list(options, cluster, query, Window::default(), Collect).await?;
+        rows.push(Row { snapshot: name.clone(), kind, cells });
+    }
+    Ok(rows)
+}
+
+/// Counts the blocks of a listing.
+struct Collect;
+
+impl Consumer for Collect {
+    type Output = Cells;
+
+    async fn consume<S: Source>(self, mut map: BlockMap<S>) -> Result<Cells> {
+        let mut cells: Option<Cells> = None;
+        while let Some(extents) = map.next().await? {
+            let Some(capacity) = map.shape().and_then(|shape| shape.capacity_bytes) else {
+                bail!("the capacity of the volume is unknown, so it cannot be drawn");
+            };
+            let cells = cells.get_or_insert_with(|| Cells::new(capacity));
+            extents.into_iter().for_each(|extent| cells.add(extent));
+        }
+        cells.context("the listing has no message")
+    }
+}
+
+/// Bytes that all rows are drawn to: the capacity of the largest.
+fn scale(rows: &[Row]) -> u64 {
+    rows.iter().map(|row| row.cells.capacity()).max().unwrap_or(1)
+}
+
+fn print(rows: &[Row], width: usize, output: Output) -> Result<()> {
+    let documents: Vec<_> = rows.iter().map(|row| Document::new(row, scale(rows), width)).collect();
+    format::print_rows(output, &documents, |_| match rows {
+        [one] => grid(one, width),
+        rows => lines(rows, width),
+    })
+}
+
+/// A row as JSON.
+#[derive(Debug, Serialize)]
+struct Document<'a> {
+    snapshot: &'a str,
+    kind: &'static str,
+    capacity_bytes: u64,
+    bytes: u64,
+    /// Bytes of the volume in one cell.
+    cell_bytes: u64,
+    /// Listed bytes of each cell; null beyond the end of the volume.
+    cells: Vec<Option<u64>>,
+}
+
+impl<'a> Document<'a> {
+    fn new(row: &'a Row, scale: u64, width: usize) -> Self {
+        Self {
+            snapshot: &row.snapshot,
+            kind: row.kind.name(),
+            capacity_bytes: row.cells.capacity(),
+            bytes: row.cells.bytes(),
+            cell_bytes: scale / width as u64,
+            cells: row.cells.columns(scale, width),
+        }
+    }
+}
+
+/// One snapshot in several lines.
+fn grid(row: &Row, width: usize) -> String {
+    let capacity = row.cells.capacity();
+    let levels = row.cells.levels(capacity, width * LINES);
+    let share = format::percent(row.cells.bytes(), capacity);
+    let mut text = format!(
+        "{} in {}: {share} of {}; one cell is {}\n\n",
+        row.kind.name(),
+        row.snapshot,
+        quantity::format(capacity),
+        quantity::format(capacity / (width * LINES) as u64)
+    );
+    for (index, line) in levels.chunks(width).enumerate() {
+        let offset = quantity::format(capacity / LINES as u64 * index as u64);
+        let symbols: String = line.iter().map(|level| level.symbol()).collect();
+        text.push_str(&format!("{offset:>10}  {symbols}\n"));
+    }
+    text.push_str(&format!("\n{}", legend()));
+    text
+}
+
+/// Several snapshots, one per line, to one scale.
+fn lines(rows: &[Row], width: usize) -> String {
+    let scale = scale(rows);
+    let longest = rows.iter().map(|row| row.snapshot.chars().count()).max().unwrap_or(0);
+    let mut text = format!(
+        "{} in a line; one cell is {}\n\n",
+        quantity::format(scale),
+        quantity::format(scale / width as u64)
+    );
+    let (half, rest) = (width / 2, width - width / 2);
+    let (middle, end) = (quantity::format(scale / 2), quantity::format(scale));
+    let labels = longest + "  allocated  ".len();
+    text.push_str(&format!("{:labels$}{:<half$}{middle:<rest$}{end}\n", "", "0"));
+    for row in rows {
+        let levels = row.cells.levels(scale, width).into_iter();
+        let symbols: String = levels.map(Level::symbol).collect();
+        let share = format::percent(row.cells.bytes(), row.cells.capacity());
+        let (name, kind) = (&row.snapshot, row.kind.name());
+        text.push_str(&format!("{name:<longest$}  {kind:<9}  {symbols}  {share}\n"));
+    }
+    text.push_str(&format!("\n{}", legend()));
+    text
+}
+
+fn legend() -> String {
+    let entries = Level::LEGEND.iter().map(|(level, text)| format!("{} {text}", level.symbol()));
+    entries.collect::<Vec<_>>().join("   ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Extent;
+
+    pub fn row(snapshot: &str, changed: bool, extents: &[(u64, u64)]) -> Row {
+        let mut cells = Cells::new(1 << 30);
+        extents.iter().for_each(|&(offset, length)| cells.add(Extent { offset, length }));
+        let kind = if changed { Kind::Changed } else { Kind::Allocated };
+        Row { snapshot: snapshot.to_owned(), kind, cells }
+    }
+
+    #[test]
+    fn several_snapshots_are_rows_of_one_scale() {
+        let rows = [row("monday", false, &[(0, 1 << 29)]), row("tue", true, &[(1 << 29, 4096)])];
+        let expected = "\
+1Gi in a line; one cell is 128Mi
+
+                   0   512Mi1Gi
+monday  allocated  ████····  50.0 %
+tue     changed    ····░···  under 0.1 %
+
+· none   ░ under 1 %   ▒ under 10 %   ▓ under 50 %   █ 50 % and more";
+        assert_eq!(lines(&rows, 8), expected);
+    }
+
+    #[test]
+    fn one_snapshot_is_a_grid_with_offsets() {
+        let text = grid(&row("monday", false, &[(1 << 26, 1 << 26)]), 8);
+        let mut lines = text.lines();
+        let first = "allocated in monday: 6.2 % of 1Gi; one cell is 8Mi";
+        assert_eq!(lines.next(), Some(first));
+        assert_eq!(lines.nth(1), Some("         0  ········"));
+        assert_eq!(lines.next(), Some("      64Mi  ████████"));
+        assert_eq!(text.lines().count(), 2 + LINES + 2);
+    }
+
+    #[test]
+    fn each_row_but_the_first_shows_changes() {
+        let ids = ["a", "b", "c"].map(str::to_owned);
+        let kinds =
+            |allocated| queries(&ids, allocated).iter().map(|one| one.0).collect::<Vec<_>>();
+        assert_eq!(kinds(false), [Kind::Allocated, Kind::Changed, Kind::Changed]);
+        assert_eq!(kinds(true), [Kind::Allocated; 3]);
+    }
+}

@@ -1,0 +1,123 @@
+//! Progress on stderr: one line that appears when an operation takes longer than two seconds, with
+//! rate and remaining time where the size is known. It appears only on a terminal and never with
+//! `--quiet`.
+//!
+//! The line belongs to the terminal, so it is a global of the process. Output goes through
+//! [`suspend`], which keeps it off the line.
+
+use std::io::IsTerminal;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// An operation that is shorter shows nothing.
+const DELAY: Duration = Duration::from_secs(2);
+const REDRAW: Duration = Duration::from_millis(200);
+
+const WAITING: &str = "{msg} {elapsed}";
+const COUNTED: &str =
+    "{msg} {percent} %, {bytes} of {total_bytes}, {binary_bytes_per_sec}, {eta} left";
+
+static LINE: Mutex<Option<Line>> = Mutex::new(None);
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+struct Line {
+    bar: ProgressBar,
+    /// Ends the thread that waits for the delay.
+    _shown: Sender<()>,
+}
+
+/// Shows progress until it is dropped.
+#[derive(Debug)]
+pub struct Shown(());
+
+/// Starts to show progress of `what`, such as "comparing".
+pub fn start(what: &'static str, quiet: bool) -> Shown {
+    QUIET.store(quiet, Ordering::Relaxed);
+    if quiet || !std::io::stderr().is_terminal() {
+        return Shown(());
+    }
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+    bar.set_message(what);
+    bar.set_style(style(WAITING));
+    let (sender, receiver) = channel();
+    thread::spawn({
+        let bar = bar.clone();
+        move || {
+            if receiver.recv_timeout(DELAY) == Err(RecvTimeoutError::Timeout) {
+                bar.set_draw_target(ProgressDrawTarget::stderr());
+                bar.enable_steady_tick(REDRAW);
+            }
+        }
+    });
+    *line() = Some(Line { bar, _shown: sender });
+    Shown(())
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        if let Some(Line { bar, .. }) = line().take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Reports how much is done, in bytes of a total.
+pub fn report(done: u64, total: u64) {
+    if let Some(Line { bar, .. }) = &*line() {
+        if bar.length() != Some(total) {
+            bar.set_length(total);
+            bar.set_style(style(COUNTED));
+        }
+        bar.set_position(done);
+    }
+}
+
+/// Writes a note to stderr, unless `--quiet` is set.
+pub fn note(text: &str) {
+    if !QUIET.load(Ordering::Relaxed) {
+        suspend(|| eprintln!("csi-loopback: {text}"));
+    }
+}
+
+/// Runs `write`, which writes to the terminal, without the line.
+pub fn suspend<T>(write: impl FnOnce() -> T) -> T {
+    let bar = line().as_ref().map(|line| line.bar.clone());
+    match bar {
+        Some(bar) => bar.suspend(write),
+        None => write(),
+    }
+}
+
+fn line() -> MutexGuard<'static, Option<Line>> {
+    LINE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_templates_are_valid() {
+        for template in [WAITING, COUNTED] {
+            ProgressStyle::with_template(template).unwrap();
+        }
+    }
+
+    #[test]
+    fn without_a_terminal_progress_shows_nothing() {
+        let shown = start("testing", true);
+        report(1, 2);
+        assert!(line().is_none());
+        assert_eq!(suspend(|| 7), 7);
+        drop(shown);
+    }
+}

@@ -1,0 +1,29 @@
+//! gRPC server reflection, so that grpcurl and similar tools need no .proto files.
+
+use prost::Message;
+use prost_types::FileDescriptorSet;
+use tonic::transport::server::Router;
+use tonic_reflection::server::Builder;
+
+use crate::proto::FILE_DESCRIPTOR_SET;
+
+/// Adds the reflection services v1 and v1alpha, which list only `services`, the full names of the
+/// services that the router serves.
+///
+/// # Errors
+/// The descriptors of this build cannot be read.
+pub fn add(router: Router, services: &[&str]) -> anyhow::Result<Router> {
+    Ok(router
+        .add_service(builder(services)?.build_v1()?)
+        .add_service(builder(services)?.build_v1alpha()?))
+}
+
+fn builder<'b>(services: &[&str]) -> anyhow::Result<Builder<'b>> {
+    let mut descriptors = FileDescriptorSet::decode(FILE_DESCRIPTOR_SET)?;
+    for file in &mut descriptors.file {
+        // Comments are most of a descriptor, and would stay in memory.
+        file.source_code_info = None;
+    }
+    let builder = Builder::configure().register_file_descriptor_set(descriptors);
+    Ok(services.iter().fold(builder, |builder, name| builder.with_service_name(*name)))
+}

@@ -94,6 +94,7 @@ fn kills(rounds: u64, bytes: u64) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_killed_backup_restore_or_prune_is_completed_later() {
     kills(3, 24 * MIB);
 }
@@ -105,6 +106,7 @@ fn kills_at_many_random_points_leave_a_sound_repository() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_command_in_use_excludes_prune_until_it_ends() {
     if !have_root() {
         return;

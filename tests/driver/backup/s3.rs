@@ -92,6 +92,7 @@ fn a_bucket_holds_the_same_backups_as_a_directory() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn credentials_come_from_files_and_are_in_no_output() {
     with_driver(|driver| {
         let Some(server) = Server::start() else { return };

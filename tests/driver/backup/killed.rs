@@ -102,7 +102,7 @@ fn a_killed_backup_restore_or_prune_is_completed_later() {
 #[test]
 #[ignore = "full tier"]
 fn kills_at_many_random_points_leave_a_sound_repository() {
-    kills(20, 192 * MIB);
+    kills(10, 128 * MIB);
 }
 
 #[test]

@@ -23,6 +23,8 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/parts.sh
 source "$(dirname "$0")/parts.sh"
+# shellcheck source=hack/pki.sh
+source "$(dirname "$0")/pki.sh"
 
 (($# == 1)) || die "usage: hack/cluster.sh DIR"
 umask 077
@@ -69,18 +71,6 @@ fi
 
 mkdir "$pki"
 
-make_ca() { # make_ca NAME
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -noenc -days 30 \
-        -keyout "$pki/$1.key" -out "$pki/$1.crt" -subj "/CN=$1"
-}
-
-make_certificate() { # make_certificate NAME CA SUBJECT USAGE [NAMES]
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -noenc -days 30 \
-        -CA "$pki/$2.crt" -CAkey "$pki/$2.key" -keyout "$pki/$1.key" -out "$pki/$1.crt" -subj "$3" \
-        -addext "basicConstraints=critical,CA:FALSE" -addext "extendedKeyUsage=$4" \
-        ${5:+-addext "subjectAltName=$5"}
-}
-
 make_pki() {
     # A separate authority for the aggregation layer: its certificates can impersonate every user.
     make_ca ca && make_ca front-proxy-ca &&
@@ -93,27 +83,6 @@ make_pki() {
 }
 # `set -e` does not apply to a function before ||: hence the && chain above.
 make_pki >"$dir/pki.log" 2>&1 || give_up pki "could not be created"
-
-write_kubeconfig() { # write_kubeconfig PORT
-    cat >"$dir/kubeconfig" <<END
-apiVersion: v1
-kind: Config
-clusters:
-- name: local
-  cluster:
-    server: https://127.0.0.1:$1
-    certificate-authority-data: $(base64 -w0 <"$pki/ca.crt")
-users:
-- name: admin
-  user:
-    client-certificate-data: $(base64 -w0 <"$pki/admin.crt")
-    client-key-data: $(base64 -w0 <"$pki/admin.key")
-contexts:
-- name: local
-  context: {cluster: local, user: admin}
-current-context: local
-END
-}
 
 # --- etcd -----------------------------------------------------------------------------------------
 
@@ -162,7 +131,7 @@ rules:
 END
     rm -f "$dir/kube-apiserver.log"
     start kube-apiserver tools/kube-apiserver "${flags[@]}"
-    write_kubeconfig "$port"
+    write_kubeconfig "$dir/kubeconfig" "https://127.0.0.1:$port" admin
 }
 
 kubectl() { "$dir/tools/kubectl" --kubeconfig "$dir/kubeconfig" --cache-dir "$dir/cache" "$@"; }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # Certificates and kubeconfigs of a cluster for tests.
-# Sourced, never run; $pki, the directory of keys and certificates, is set by the script that sources this file.
+# Sourced, never run; the script that sources it sets $pki, the directory of keys and certificates.
 
 make_ca() { # make_ca NAME
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -noenc -days 30 \

@@ -6,7 +6,7 @@ source "$(dirname "$0")/../scenario.sh"
 steady_writer
 snapshot upgrade-1 steady
 step "another tag of the image"
-quietly on_node ctr --namespace k8s.io images tag docker.io/library/csi-loopback:0.1.0 docker.io/library/csi-loopback:0.1.0-next
+quietly on_node ctr --namespace k8s.io images tag --force docker.io/library/csi-loopback:0.1.0 docker.io/library/csi-loopback:0.1.0-next
 upgraded=$overlay/upgraded
 mkdir -p "$upgraded"
 cat >"$upgraded/kustomization.yaml" <<END

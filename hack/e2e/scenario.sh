@@ -160,6 +160,9 @@ delete() { # delete ARGUMENT...: kubectl delete, which waits
     quietly kubectl delete --ignore-not-found --timeout="${patience}s" "$@"
 }
 
+# discard ARGUMENT...: kubectl delete of what no later step needs, without waiting; "uninstall" waits for all of it.
+discard() { quietly kubectl delete --ignore-not-found --wait=false "$@"; }
+
 # volumes_are_gone: whether no PersistentVolume and no content of a snapshot remains.
 volumes_are_gone() {
     local rest

@@ -33,8 +33,8 @@ while read -r source member; do
     from_snapshot "$source-restored" 64Mi "$member"
     user "$source-restored" "$source-restored"
     equal "file of $source" "$source" "$(in_pod "$source-restored" 'cat /data/file')"
-    delete -n "$namespace" "pod/$source-restored" "pod/$source"
-    delete -n "$namespace" "pvc/$source-restored" "pvc/$source"
+    discard -n "$namespace" "pod/$source-restored" "pod/$source"
+    discard -n "$namespace" "pvc/$source-restored" "pvc/$source"
 done <<<"$members"
 delete -n "$namespace" volumegroupsnapshot/group
-delete volumegroupsnapshotclass/csi-loopback
+discard volumegroupsnapshotclass/csi-loopback

@@ -33,6 +33,6 @@ equal "the file" kept "$(in_pod grown 'cat /data/file')"
 step "a block device"
 grow grown-block 128Mi
 equal "bytes of the device" 134217728 "$(in_pod grown-block 'blockdev --getsize64 /device')"
-delete -n "$namespace" pod/grown pod/grown-block
-delete -n "$namespace" pvc/grown pvc/grown-block
-delete storageclass/e2e-xfs
+discard -n "$namespace" pod/grown pod/grown-block
+discard -n "$namespace" pvc/grown pvc/grown-block
+discard storageclass/e2e-xfs

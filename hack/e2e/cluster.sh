@@ -89,10 +89,11 @@ pause_image() {
 
 # snapshot_controller: the directory of its released manifests.
 snapshot_controller() {
-    local module
-    module=$(cd "$repo/hack/tools/kubernetes" &&
-        go list -m -f '{{.Dir}}' github.com/kubernetes-csi/external-snapshotter/v8) || return 1
-    printf '%s\n' "$module/deploy/kubernetes/snapshot-controller"
+    local module=github.com/kubernetes-csi/external-snapshotter/v8 directory
+    # The tools may be in the cache without the module's source.
+    directory=$(cd "$repo/hack/tools/kubernetes" && go mod download "$module" >&2 &&
+        go list -m -f '{{.Dir}}' "$module") || return 1
+    printf '%s\n' "$directory/deploy/kubernetes/snapshot-controller"
 }
 
 snapshot_controller_image() {
@@ -118,8 +119,9 @@ check_machine() {
     [[ $e2e != /run/* && $e2e != /var/l* && $e2e != /etc/* && $e2e != /usr/local/* ]] ||
         die "$e2e: is covered on the node; next: set CSI_LOOPBACK_E2E_DIR elsewhere than in /run, /var/lib, /var/log, /etc"
     ((${#e2e} <= 60)) || die "$e2e: too long for the path of a socket; next: set CSI_LOOPBACK_E2E_DIR to a shorter path"
-    install_missing "${node_commands[@]}" ip jq mmdebstrap nft openssl setpriv setsid unshare >&2 ||
+    install_missing "${node_commands[@]}" ip jq mmdebstrap nft nsenter openssl setpriv setsid unshare >&2 ||
         lacking "programs are missing that could not be installed"
+    ! ldd "$(command -v busybox)" >/dev/null 2>&1 || lacking "busybox is not statically linked; Debian's busybox-static is"
 }
 
 link_tools() {

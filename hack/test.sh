@@ -333,14 +333,14 @@ else
             scene admission
             # Interrupted while its cluster starts, and while its first pod starts.
             ! install_missing "${node_commands[@]}" || scene node-proxy 8 20
+            # A Kubernetes cluster with every pod of deploy/.
+            check "hack/e2e.sh" hack/e2e.sh run
         else
-            skip 5 "demo: sidecar, session, aggregated, admission, node-proxy" "needs the Kubernetes tools"
+            skip 6 "hack/e2e.sh, demo: sidecar, session, aggregated, admission, node-proxy" "needs the Kubernetes tools"
         fi
         sanity reflink image copy
         # Checks that every row runs. The figures of --quick are not meaningful.
         check "hack/bench.sh" hack/bench.sh --quick --output "$logs/bench"
-        # A Kubernetes cluster with every pod of deploy/.
-        check "hack/e2e.sh" hack/e2e.sh run
     fi
 fi
 

@@ -189,7 +189,7 @@ impl Job<'_> {
         if !resumed {
             self.repository.put_intent(intent).await?;
         }
-        let mut scratch = Scratch::new(&std::env::temp_dir())?;
+        let mut scratch = Scratch::start(self.connection).await?;
         let copied = self.copy_from(&mut scratch, snapshot, intent, listing, writer).await;
         let bounded = self.connection.until(Instant::now() + CLEAN_UP);
         match (copied, scratch.clean(&bounded).await) {

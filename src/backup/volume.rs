@@ -20,7 +20,7 @@ pub async fn restore(
     let backup = from.repository.find(from.inventory, reference)?;
     let existing = from.stop.wait(names::find_volume(connection, name)).await?;
     ensure!(existing.is_none(), "--to-volume {name}: the volume exists already; name a new one");
-    let mut scratch = Scratch::new(&std::env::temp_dir())?;
+    let mut scratch = Scratch::start(connection).await?;
     let capacity = backup.subject.capacity_bytes;
     let restored = async {
         let device = scratch.attach_empty(connection, from.stop, name, capacity).await?;

@@ -189,7 +189,7 @@ pub async fn unstage(connection: &Connection, args: UnstageArgs) -> Result<Chang
     Ok(Change::of(volume_id, "unstaged", true))
 }
 
-/// What to report where nothing is to be undone: a success if `accept`, for scripts.
+/// The report when there is nothing to undo: a success if `accept`, for scripts.
 pub fn not_in_use(
     volume_id: String,
     state: &'static str,

@@ -3,7 +3,7 @@
 //!
 //! A call is noted before it is made, so that the clean-up undoes whatever may have happened. Only
 //! a killed process leaves volumes named `verify-…` and a directory `csi-loopback-verify-…`; its
-//! lock on the directory is gone then, and the next verification removes both.
+//! lock on the directory is gone then, and the next command that needs temporary volumes removes both.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -17,7 +17,7 @@ use tonic::{Code, Status};
 
 use super::connection::{Connection, refused};
 use super::stop::Stop;
-use super::{capability, names, volume};
+use super::{capability, names, progress, volume};
 use crate::proto::csi::v1 as csi;
 use crate::proto::csi::v1::volume_capability::access_mode::Mode;
 
@@ -92,8 +92,8 @@ pub async fn remove_leftovers(connection: &Connection, parent: &Path) -> Result<
         let count = scratch.volumes.len();
         let bounded = connection.until(tokio::time::Instant::now() + REMOVAL);
         messages.push(match scratch.clean(&bounded).await {
-            Ok(()) => format!("removed {root} and {count} volumes of a killed verification"),
-            Err(error) => format!("a killed verification left {root}: {error:#}"),
+            Ok(()) => format!("removed {root} and {count} volumes of a killed command"),
+            Err(error) => format!("a killed command left {root}: {error:#}"),
         });
     }
     Ok(messages)
@@ -126,6 +126,19 @@ fn lock(root: &Path) -> Option<Flock<File>> {
 }
 
 impl Scratch {
+    /// Removes what killed processes left in the directory for temporary files, with a note on
+    /// stderr for each, and creates a private directory there.
+    ///
+    /// # Errors
+    /// The volumes cannot be listed, or the directory cannot be created.
+    pub async fn start(connection: &Connection) -> Result<Self> {
+        let parent = std::env::temp_dir();
+        for leftover in remove_leftovers(connection, &parent).await? {
+            progress::note(&leftover);
+        }
+        Self::new(&parent)
+    }
+
     /// Creates the directory below `parent`; only the user can read it.
     pub fn new(parent: &Path) -> Result<Self> {
         let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
@@ -133,9 +146,8 @@ impl Scratch {
         let root = parent.join(format!("{DIRECTORY_PREFIX}{nonce}"));
         make_dir(&root)?;
         // A process that removes leftovers may lock the directory first, and remove it.
-        let lock = lock(&root).with_context(|| {
-            format!("{} was removed by another verification; retry", root.display())
-        })?;
+        let lock = lock(&root)
+            .with_context(|| format!("{} was removed by another command; retry", root.display()))?;
         Ok(Self { root, nonce, volumes: Vec::new(), _lock: lock })
     }
 
@@ -438,7 +450,7 @@ mod tests {
         let root = killed.root.display().to_string();
         drop(killed);
         let messages = remove_leftovers(&connection, parent.path()).await.unwrap();
-        let removed = format!("removed {root} and 1 volumes of a killed verification");
+        let removed = format!("removed {root} and 1 volumes of a killed command");
         assert!(messages.contains(&removed), "{messages:?}");
         fake.assert_nothing_left();
     }

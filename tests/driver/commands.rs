@@ -303,7 +303,7 @@ fn leftovers_of_a_killed_verification_are_removed() {
 
     let output = verify().output().unwrap();
     let note = error(&output);
-    assert!(note.contains("and 2 volumes of a killed verification"), "{note}");
+    assert!(note.contains("and 2 volumes of a killed command"), "{note}");
     assert!(ok(output).contains("proven"));
     assert_eq!(driver.ok(listing()).entries.len(), 1);
     assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);

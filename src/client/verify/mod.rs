@@ -99,7 +99,7 @@ pub async fn run(options: &Options, args: VerifyArgs) -> Result<ExitCode> {
     let devices = Devices::of(source_device, target_device, &subject)?;
     let verified = match devices {
         Some(devices) => {
-            // Nothing has to be undone, so a signal ends the process.
+            // Nothing needs to be undone, so a signal ends the process.
             let stop = Stop::without_signals(options);
             let proof = Proof { devices, sample, stop, size: None };
             let _shown = progress::start("comparing", options.print.quiet);

@@ -133,8 +133,9 @@ fi
 # This script runs the test binaries itself, without cargo, to control lanes and measure each test.
 build_tests() { # build_tests NAME
     # shellcheck disable=SC2016 # $1 is for the inner shell
-    step "$1" bash -c 'exec cargo test --workspace --all-targets --all-features --locked --no-run \
-        --message-format=json-render-diagnostics >"$1"' _ "$logs/artifacts.json"
+    step "$1" bash -c 'cargo test --workspace --all-features --locked --no-run \
+        --message-format=json-render-diagnostics >"$1" &&
+        cargo build --workspace --benches --all-features --locked' _ "$logs/artifacts.json"
 }
 # Clippy is a compiler with more lints: the build of the tests lints the workspace. `cargo clippy`
 # would compile all dependencies once more.

@@ -28,7 +28,7 @@ pub struct RepositoryArgs {
     /// File with the key of an encrypted repository, at least 32 random bytes
     #[arg(long, value_name = "FILE", help_heading = HEADING)]
     pub key_file: Option<PathBuf>,
-    /// Directory with a file for each setting of S3, such as AWS_ACCESS_KEY_ID [default: the environment]
+    /// Directory with a file per S3 setting, such as AWS_REGION [default: the environment]
     #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub s3_credentials: Option<PathBuf>,
 }
@@ -44,7 +44,7 @@ pub enum BackupCommand {
         snapshot: String,
         #[command(flatten)]
         repository: RepositoryArgs,
-        /// Backup that this one counts from, or `auto`: the newest one that can be used [default: none, a full backup]
+        /// Base of an incremental backup; `auto` is the newest usable one [default: none, full]
         #[arg(long, value_parser = base, value_name = "BACKUP|auto")]
         base: Option<BaseChoice>,
         /// Back up all snapshots of a group snapshot as one set
@@ -52,6 +52,8 @@ pub enum BackupCommand {
         group: bool,
     },
     /// List the backups of a repository, oldest first
+    #[command(after_help = "Example:
+  csi-loopback backup list --repository /backups --output json")]
     List {
         #[command(flatten)]
         repository: RepositoryArgs,
@@ -60,13 +62,17 @@ pub enum BackupCommand {
         volume: Option<String>,
     },
     /// Show a backup and its chain
+    #[command(after_help = "Example:
+  csi-loopback backup show tuesday --repository /backups")]
     Show {
         /// Id, the beginning of one, or snapshot
         backup: String,
         #[command(flatten)]
         repository: RepositoryArgs,
     },
-    /// Read backups and hold every byte against its hash
+    /// Read backups and compare every byte with its hash
+    #[command(after_help = "Example:
+  csi-loopback backup verify --repository /backups")]
     Verify {
         /// Ids or snapshots [default: all backups]
         backups: Vec<String>,
@@ -90,6 +96,8 @@ pub enum BackupCommand {
         dry_run: bool,
     },
     /// Copy backups and their chains to another repository
+    #[command(after_help = "Example:
+  csi-loopback backup copy tuesday --repository /backups --to s3://bucket/backups")]
     Copy {
         /// Ids or snapshots [default: all backups]
         backups: Vec<String>,
@@ -124,7 +132,7 @@ pub struct RestoreArgs {
     pub backup: String,
     #[command(flatten)]
     pub repository: RepositoryArgs,
-    /// Block device or file to write; with --group, a directory that gets a file for each volume
+    /// Block device or file to write; with --group, a directory for a file per volume
     #[arg(
         long,
         value_name = "DEVICE|FILE",

@@ -178,8 +178,8 @@ impl Scratch {
             }),
             ..csi::CreateVolumeRequest::default()
         };
-        let volume = self.create(connection, stop, request).await;
-        let volume = volume.context("restore the snapshot to a temporary volume")?;
+        let doing = "restore the snapshot to a temporary volume";
+        let volume = self.create(connection, stop, request, doing).await?;
         self.publish(connection, stop, volume, reader(), true).await
     }
 
@@ -205,7 +205,7 @@ impl Scratch {
             volume_capabilities: vec![writer.clone()],
             ..csi::CreateVolumeRequest::default()
         };
-        let volume = self.create(connection, stop, request).await?;
+        let volume = self.create(connection, stop, request, "create the volume").await?;
         self.publish(connection, stop, volume, writer, false).await
     }
 
@@ -255,6 +255,7 @@ impl Scratch {
         connection: &Connection,
         stop: &Stop,
         request: csi::CreateVolumeRequest,
+        doing: &'static str,
     ) -> Result<csi::Volume> {
         stop.check()?;
         self.volumes.push(Temporary::new(&self.root, request.name.clone()));
@@ -272,7 +273,7 @@ impl Scratch {
                 if is_final(status.code()) {
                     self.volumes.pop();
                 }
-                Err(refused(status))
+                Err(refused(status).context(doing))
             }
         }
     }

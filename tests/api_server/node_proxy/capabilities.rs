@@ -172,7 +172,7 @@ fn each_part_of_a_volume_group_needs_its_capability() {
     rig.wait_for_event(&choosy, &[missing, "fsGroupChangePolicy"]);
     // The KEP's first capability is required for the others.
     few(&[Group]);
-    assert_refused(rig.mount(&grouped, &claim), Code::FailedPrecondition, "DEFER_FS_OPS:", "no");
+    assert_refused(rig.mount(&grouped, &claim), Code::FailedPrecondition, "DEFER_FS_OPS;", "no");
 }
 
 #[test]

@@ -306,7 +306,8 @@ fn without_review_permission_requests_are_refused() {
     let rig = Rig::with(cluster, rules, &[]);
     rig.configure("Fail");
     rig.wait_until_judging();
-    let expected = ["500", "ServiceAccount may not create SubjectAccessReviews", "ClusterRole"];
+    let expected =
+        ["500", "the ServiceAccount of the", "may not create SubjectAccessReviews", "ClusterRole"];
     assert_refused(rig.ask(&cluster.client(), &["monday"], false), &expected);
     rig.log_has("may not create SubjectAccessReviews");
 }

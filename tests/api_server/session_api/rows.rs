@@ -80,7 +80,7 @@ fn get_allocated_missing_or_otherwise_invalid_argument() {
         ("session_token: is required", |it| it.session_token.clear()),
         ("snapshot: is required", |it| it.snapshot.clear()),
         ("snapshot: is not a valid VolumeSnapshot name", |it| it.snapshot = "../first".into()),
-        ("volume_id: is not a handle", |it| it.volume_id = "x".repeat(1025)),
+        ("volume_id: is not a CSI handle", |it| it.volume_id = "x".repeat(1025)),
     ];
     for (words, change) in cases {
         let mut request = sample.of("first");
@@ -144,8 +144,8 @@ fn get_delta_missing_or_otherwise_invalid_argument() {
         ("target_snapshot: is not a valid VolumeSnapshot name", |it| {
             it.target_snapshot = "a/b".into()
         }),
-        ("volume_id: is not a handle", |it| it.volume_id = "a\nb".into()),
-        ("base_snapshot: is a snapshot of another volume", |it| it.base_snapshot = "other".into()),
+        ("volume_id: is not a CSI handle", |it| it.volume_id = "a\nb".into()),
+        ("base_snapshot: belongs to another volume", |it| it.base_snapshot = "other".into()),
         ("base_snapshot: is newer", |it| {
             std::mem::swap(&mut it.base_snapshot, &mut it.target_snapshot);
         }),

@@ -417,7 +417,7 @@ fn a_command_without_an_aggregated_server_names_the_cause() {
     without_api_service(cluster);
     cluster.wait_for("the APIService is gone", || {
         let message = message();
-        (message.contains("there is no aggregated API server") && !message.contains("going on"))
+        (message.contains("no aggregated API server is installed") && !message.contains("resuming"))
             .then_some(())
     });
 }

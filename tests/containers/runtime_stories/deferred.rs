@@ -120,7 +120,7 @@ fn files_below_an_unmounted_target_block_unpublish() {
     let target = rig.target_of_claim(&pod, "data");
     assert!(target.join("file").is_file(), "it is not in the volume");
     rig.delete(&pod);
-    let words = format!("target_path: {} holds 1 files", path(&target));
+    let words = format!("target_path: {} contains 1 files", path(&target));
     wait_for("the driver's log message", || rig.driver.log().contains(&words));
     let moved = rig.driver.scratch().join("moved");
     // kubelet's directory may be a separate mount.

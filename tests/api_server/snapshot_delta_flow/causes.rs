@@ -295,6 +295,7 @@ fn api_server_names_the_missing_permission() {
         assert_eq!(failure.cause, Cause::ApiServer, "{failure}");
         assert!(failure.message.contains(named), "{failure}");
         assert!(failure.message.contains("the ServiceAccount of the"), "{failure}");
+        assert!(failure.message.contains("may not"), "{failure}");
     }
 }
 

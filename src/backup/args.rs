@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use super::create::BaseChoice;
 use super::repository::Location;
 use crate::client::Options;
+use crate::kubernetes::name;
 
 const HEADING: &str = "Repository";
+const KUBERNETES: &str = "In Kubernetes";
 
 #[derive(Debug, Args)]
 pub struct BackupArgs {
@@ -22,8 +24,8 @@ pub struct BackupArgs {
 /// Which repository, and how it opens.
 #[derive(Debug, Clone, Args)]
 pub struct RepositoryArgs {
-    /// Directory or bucket that holds the backups
-    #[arg(long, value_name = "DIR|s3://BUCKET/PREFIX", help_heading = HEADING)]
+    /// Directory, bucket, or (in Kubernetes) PersistentVolumeClaim that holds the backups
+    #[arg(long, value_name = "DIR|s3://BUCKET/PREFIX|claim:NAME/PATH", help_heading = HEADING)]
     pub repository: Location,
     /// File with the key of an encrypted repository, at least 32 random bytes
     #[arg(long, value_name = "FILE", help_heading = HEADING)]
@@ -31,6 +33,54 @@ pub struct RepositoryArgs {
     /// Directory with a file per S3 setting, such as AWS_REGION [default: the environment]
     #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub s3_credentials: Option<PathBuf>,
+    #[command(flatten)]
+    pub mover: MoverArgs,
+}
+
+/// Work that a mover pod does; every other flag requires `--namespace`.
+#[derive(Debug, Clone, Args)]
+pub struct MoverArgs {
+    /// Namespace of the VolumeSnapshot or claim, in which a mover pod does the work
+    #[arg(long, value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub namespace: Option<String>,
+    /// Configuration of the client [env: KUBECONFIG] [default: ~/.kube/config, else the pod's]
+    #[arg(long, requires = "namespace", value_name = "FILE", help_heading = KUBERNETES)]
+    pub kubeconfig: Option<PathBuf>,
+    /// Image of the mover pod, with this program [default: csi-loopback and its version]
+    #[arg(long, requires = "namespace", value_name = "IMAGE", help_heading = KUBERNETES)]
+    pub image: Option<String>,
+    /// ServiceAccount of the mover pod [default: csi-loopback-mover]
+    #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub service_account: Option<String>,
+    /// Secret with an entry for each S3 setting, such as AWS_REGION
+    #[arg(long, requires = "namespace", conflicts_with = "s3_credentials", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub s3_secret: Option<String>,
+    /// Secret whose entry `key` is the key of an encrypted repository
+    #[arg(long, requires = "namespace", conflicts_with = "key_file", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub key_secret: Option<String>,
+    /// StorageClass of new claims [default: that of the snapshot's claim, or the cluster's]
+    #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub storage_class: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct CreateArgs {
+    /// Snapshot, by name or id; with --group, a group snapshot by name or id
+    pub snapshot: String,
+    #[command(flatten)]
+    pub repository: RepositoryArgs,
+    /// Base of an incremental backup; `auto` is the newest usable one [default: none, full]
+    #[arg(long, value_parser = base, value_name = "BACKUP|auto")]
+    pub base: Option<BaseChoice>,
+    /// Back up all snapshots of a group snapshot as one set
+    #[arg(long, conflicts_with = "namespace")]
+    pub group: bool,
+    /// Device with the data of the VolumeSnapshot, instead of a mover pod
+    #[arg(long, requires = "namespace", value_name = "DEVICE", help_heading = KUBERNETES)]
+    pub source: Option<PathBuf>,
+    /// With --source: file with a token for the sidecar [default: request one]
+    #[arg(long, requires = "source", value_name = "FILE", help_heading = KUBERNETES)]
+    pub token_file: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -38,19 +88,9 @@ pub enum BackupCommand {
     /// Back up a snapshot: all of its data, or what changed since an earlier backup
     #[command(after_help = "Examples:
   csi-loopback backup create monday --repository /backups
-  csi-loopback backup create tuesday --repository /backups --base auto")]
-    Create {
-        /// Snapshot, by name or id; with --group, a group snapshot by name or id
-        snapshot: String,
-        #[command(flatten)]
-        repository: RepositoryArgs,
-        /// Base of an incremental backup; `auto` is the newest usable one [default: none, full]
-        #[arg(long, value_parser = base, value_name = "BACKUP|auto")]
-        base: Option<BaseChoice>,
-        /// Back up all snapshots of a group snapshot as one set
-        #[arg(long)]
-        group: bool,
-    },
+  csi-loopback backup create tuesday --repository /backups --base auto
+  csi-loopback backup create nightly --namespace shop --repository claim:backups")]
+    Create(CreateArgs),
     /// List the backups of a repository, oldest first
     #[command(after_help = "Example:
   csi-loopback backup list --repository /backups --output json")]
@@ -112,6 +152,39 @@ pub enum BackupCommand {
     },
 }
 
+impl BackupCommand {
+    /// The same command for a mover pod, without its repository: `None` for one that never runs in a pod as it is.
+    pub fn for_pod(&self) -> Option<(&RepositoryArgs, Vec<String>)> {
+        let mut args = vec!["backup".to_owned()];
+        let repository = match self {
+            Self::Create(_) | Self::Copy { .. } => return None,
+            Self::List { repository, volume } => {
+                args.push("list".to_owned());
+                args.extend(volume.as_ref().map(|volume| format!("--volume={volume}")));
+                repository
+            }
+            Self::Show { backup, repository } => {
+                args.extend(["show".to_owned(), backup.clone()]);
+                repository
+            }
+            Self::Verify { backups, repository } => {
+                args.push("verify".to_owned());
+                args.extend(backups.iter().cloned());
+                repository
+            }
+            Self::Prune { repository, keep_last, keep_within, dry_run } => {
+                args.push("prune".to_owned());
+                args.extend(keep_last.map(|number| format!("--keep-last={number}")));
+                let time = keep_within.map(humantime::format_duration);
+                args.extend(time.map(|time| format!("--keep-within={time}")));
+                args.extend(dry_run.then(|| "--dry-run".to_owned()));
+                repository
+            }
+        };
+        Some((repository, args))
+    }
+}
+
 fn base(text: &str) -> Result<BaseChoice, String> {
     match text {
         "" => Err("is empty; name a backup, or auto".to_owned()),
@@ -124,6 +197,7 @@ fn base(text: &str) -> Result<BaseChoice, String> {
 #[command(after_help = "Examples:
   csi-loopback restore tuesday --repository /backups --to /dev/vdb
   csi-loopback restore tuesday --repository /backups --to-volume restored
+  csi-loopback restore nightly --namespace shop --repository claim:backups --to-claim restored
   csi-loopback restore nightly --group --repository /backups --to /restored")]
 pub struct RestoreArgs {
     #[command(flatten)]
@@ -136,17 +210,32 @@ pub struct RestoreArgs {
     #[arg(
         long,
         value_name = "DEVICE|FILE",
-        required_unless_present = "to_volume",
-        conflicts_with = "to_volume"
+        required_unless_present_any = ["to_volume", "to_claim"],
+        conflicts_with_all = ["to_volume", "to_claim", "namespace"]
     )]
     pub to: Option<PathBuf>,
     /// Name of a new volume to restore to
-    #[arg(long, value_name = "NAME", conflicts_with = "group")]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["group", "to_claim", "namespace"])]
     pub to_volume: Option<String>,
+    /// PersistentVolumeClaim to restore to: a new one, or an unused one in block mode
+    #[arg(long, requires = "namespace", conflicts_with = "group", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub to_claim: Option<String>,
+    /// Volume mode of the new claim
+    #[arg(long, requires = "to_claim", value_enum, default_value_t = VolumeMode::Block, help_heading = KUBERNETES)]
+    pub volume_mode: VolumeMode,
     /// Restore all members of a set
     #[arg(long)]
     pub group: bool,
     /// Write only what the target does not hold yet, after an interrupted restore
     #[arg(long, conflicts_with = "to_volume")]
     pub resume: bool,
+}
+
+/// How pods use a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum VolumeMode {
+    /// As a raw block device
+    Block,
+    /// As the filesystem that the backup contains
+    Filesystem,
 }

@@ -7,10 +7,10 @@ use super::chunk::{Coded, Coder};
 use super::document::VERSION;
 use super::manifest::{Intent, Manifest};
 use super::merge::Pages;
-use super::progress;
 use super::repository::Repository;
 use super::repository::lock::Lock;
 use super::writer::Writer;
+use crate::client::progress;
 use crate::client::stop::Stop;
 
 /// Copies one backup, unless the other repository has it. Returns whether it was copied.

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use tonic::{Code, Status};
 
 use crate::backend::Extent;
-pub use crate::client::block_map::Query;
+pub use crate::client::block_map::{BaseUnusable, Query};
 use crate::client::block_map::{BlockMap, Driver, Part, Progress, Source, Window};
 use crate::client::connection::{Connection, refused};
 use crate::grpc::SocketPath;
@@ -20,16 +20,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A listing takes as long as its reader.
 const LIFETIME: Duration = Duration::from_secs(365 * 86_400);
 
-/// The driver cannot list the changes since this base, and never will: a full backup is needed.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct BaseUnusable(String);
-
 /// A listing under way.
-pub struct Listing {
-    map: BlockMap<Resuming>,
-    from: u64,
-}
+pub struct Listing(Blocks<Resuming>);
 
 impl Listing {
     /// Connects to a driver's socket and starts a listing of what lies at and after byte `from`.
@@ -56,13 +48,40 @@ impl Listing {
         };
         // Here and not with the first message: what the driver refuses must be known before volumes are made.
         source.connect(Progress::default()).await?;
-        Ok(Self { map: BlockMap::new(source), from })
+        Ok(Self(Blocks::new(BlockMap::new(source), from)))
     }
 
     /// Extents, ascending and not overlapping; `None` when the driver has listed all.
     ///
     /// # Errors
     /// The driver refuses, or breaks off too often.
+    pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
+        self.0.next().await
+    }
+
+    /// Bytes of the volume, once the first message has come.
+    pub fn capacity(&self) -> Option<u64> {
+        self.0.capacity()
+    }
+
+    /// The blocks, for code that accepts any source.
+    pub(super) fn into_blocks(self) -> Blocks<impl Source> {
+        self.0
+    }
+}
+
+/// The blocks of a listing that lie at and after a byte of the volume.
+pub(super) struct Blocks<S> {
+    map: BlockMap<S>,
+    from: u64,
+}
+
+impl<S: Source> Blocks<S> {
+    pub fn new(map: BlockMap<S>, from: u64) -> Self {
+        Self { map, from }
+    }
+
+    /// Extents, ascending and not overlapping; `None` at the end.
     pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
         let Some(mut extents) = self.map.next().await? else { return Ok(None) };
         // A driver may begin with the extent that holds the first byte.
@@ -74,7 +93,6 @@ impl Listing {
         Ok(Some(extents))
     }
 
-    /// Bytes of the volume, once the first message has come.
     pub fn capacity(&self) -> Option<u64> {
         self.map.shape()?.capacity_bytes
     }
@@ -111,7 +129,7 @@ impl Resuming {
     async fn wait(&mut self, status: Status, progress: Progress) -> Result<()> {
         let code = status.code();
         let error = refused(status);
-        if matches!(self.query, Query::Delta { .. }) && ends_base(code) {
+        if matches!(self.query, Query::Delta { .. }) && BaseUnusable::is_meant_by(code) {
             return Err(BaseUnusable(format!("{error:#}")).into());
         }
         if !may_pass(code) {
@@ -149,11 +167,6 @@ impl Source for Resuming {
         self.connect(progress).await?;
         Ok(Some(Part::Restart))
     }
-}
-
-/// After these codes the same base never works: its changes are unknown, or the driver does not know it.
-const fn ends_base(code: Code) -> bool {
-    matches!(code, Code::FailedPrecondition | Code::NotFound | Code::DataLoss | Code::Unimplemented)
 }
 
 /// After these codes another attempt may succeed.

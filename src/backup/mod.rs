@@ -10,13 +10,15 @@
 mod args;
 mod chunk;
 mod copy;
+mod copying;
 mod create;
 mod document;
 mod group;
 pub mod listing;
 mod manifest;
 mod merge;
-mod progress;
+mod mover;
+mod origin;
 mod prune;
 mod repository;
 mod restore;
@@ -32,22 +34,25 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Subcommand;
 use serde_json::json;
 
-use args::{BackupArgs, BackupCommand, RepositoryArgs, RestoreArgs};
+use args::{BackupArgs, BackupCommand, CreateArgs, RepositoryArgs, RestoreArgs};
 use create::{BaseChoice, Created, Job};
-use manifest::Manifest;
+use manifest::{Manifest, Subject};
+use mover::Mover;
+use origin::Origin;
 use repository::lock::{Kind, Lock, locked};
 use repository::{Inventory, Repository};
 use restore::{Restore, Restored};
 use show::Entry;
 use target::Target;
 
+use crate::client::cluster::{self, ClusterArgs};
 use crate::client::connection::Connection;
 use crate::client::stop::Stop;
-use crate::client::{self, Options, Output, format};
+use crate::client::{self, Options, Output, format, progress};
 use crate::quantity;
 
 /// The commands, flattened into the binary's command line.
@@ -77,11 +82,16 @@ pub fn run(command: Command) -> Result<ExitCode> {
 async fn backup(args: BackupArgs) -> Result<ExitCode> {
     let BackupArgs { options, command } = args;
     let stop = Stop::listen(&options.per_call())?;
+    if let Some((repository, args)) = command.for_pod()
+        && repository.mover.namespace.is_some()
+    {
+        let shown = progress::start("waiting for the mover pod", options.print.quiet);
+        let result = Mover::new(&options, &stop, repository).await?.manage(args).await?;
+        drop(shown);
+        return print_result(&result);
+    }
     match command {
-        BackupCommand::Create { snapshot, repository, base, group } => {
-            let base = base.unwrap_or(BaseChoice::None);
-            create_command(&options, &stop, &repository, &snapshot, &base, group).await
-        }
+        BackupCommand::Create(args) => create_command(&options, &stop, &args).await,
         BackupCommand::List { repository, volume } => {
             let inventory = open(&repository, false).await?.inventory().await?;
             show::list(&inventory, volume.as_deref(), options.print.output)?;
@@ -98,6 +108,10 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
             prune_command(&options, &stop, &open(&repository, false).await?, rules, dry_run).await
         }
         BackupCommand::Copy { backups, repository, to, to_key_file } => {
+            ensure!(
+                repository.mover.namespace.is_none(),
+                "--namespace: `backup copy` does not run in a pod; copy between directories and buckets"
+            );
             let credentials = repository.s3_credentials.as_deref();
             let from = open(&repository, false).await?;
             let to = Repository::open(&to, true, to_key_file.as_deref(), credentials).await?;
@@ -107,7 +121,7 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
 }
 
 async fn open(args: &RepositoryArgs, create: bool) -> Result<Repository> {
-    let RepositoryArgs { repository, key_file, s3_credentials } = args;
+    let RepositoryArgs { repository, key_file, s3_credentials, .. } = args;
     Repository::open(repository, create, key_file.as_deref(), s3_credentials.as_deref()).await
 }
 
@@ -137,31 +151,72 @@ fn print<T: serde::Serialize>(
     }
 }
 
-async fn create_command(
+async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Result<ExitCode> {
+    let CreateArgs { snapshot, repository, base, group, source, token_file } = args;
+    let base = base.as_ref().unwrap_or(&BaseChoice::None);
+    let shown = progress::start("backing up", options.print.quiet);
+    let Some(namespace) = &repository.mover.namespace else {
+        return create_by_driver(options, stop, args, base, *group, shown).await;
+    };
+    let Some(device) = source else {
+        let result = Mover::new(options, stop, repository).await?.back_up(snapshot, base).await?;
+        drop(shown);
+        return print_result(&result);
+    };
+    let kubeconfig = repository.mover.kubeconfig.clone();
+    let client = stop.wait(cluster::connect(kubeconfig.as_deref())).await?;
+    let found = stop.wait(cluster::snapshot(&client, namespace, snapshot)).await?;
+    let origin = Origin::Kubernetes {
+        options: &options.per_call(),
+        cluster: &ClusterArgs::metadata(namespace.clone(), kubeconfig, token_file.clone()),
+        snapshot: &found.name,
+        device,
+    };
+    let sources = [(origin, origin::subject_in_cluster(&found)?)];
+    create_all(options, stop, repository, &sources, base, false, shown).await
+}
+
+async fn create_by_driver(
+    options: &Options,
+    stop: &Stop,
+    args: &CreateArgs,
+    base: &BaseChoice,
+    is_group: bool,
+    shown: progress::Shown,
+) -> Result<ExitCode> {
+    let connection = connect(options, stop).await?;
+    let snapshots = match is_group {
+        true => stop.wait(group::snapshots(&connection, &args.snapshot)).await?,
+        false => vec![stop.wait(origin::snapshot(&connection, &args.snapshot)).await?],
+    };
+    let set = if is_group { group::set(&snapshots)? } else { None };
+    let sources = snapshots.iter().map(|snapshot| {
+        let subject = origin::subject(snapshot, set.clone())?;
+        Ok((Origin::Driver { connection: &connection, snapshot }, subject))
+    });
+    let sources = sources.collect::<Result<Vec<_>>>()?;
+    create_all(options, stop, &args.repository, &sources, base, is_group, shown).await
+}
+
+/// Backs up snapshots, and prints the results: several if they are a set.
+async fn create_all(
     options: &Options,
     stop: &Stop,
     repository: &RepositoryArgs,
-    snapshot: &str,
+    sources: &[(Origin<'_>, Subject)],
     base: &BaseChoice,
     is_group: bool,
+    shown: progress::Shown,
 ) -> Result<ExitCode> {
     let start = Instant::now();
-    let shown = progress::start("backing up");
-    let connection = connect(options, stop).await?;
-    let snapshots = match is_group {
-        true => stop.wait(group::snapshots(&connection, snapshot)).await?,
-        false => vec![stop.wait(create::snapshot(&connection, snapshot)).await?],
-    };
-    let set = if is_group { group::set(&snapshots)? } else { None };
     let repository = open(repository, true).await?;
     let created: Vec<Created> = locked(&repository, Kind::Shared, "backup create", async |lock| {
-        let mut created = Vec::with_capacity(snapshots.len());
-        for snapshot in &snapshots {
+        let mut created = Vec::with_capacity(sources.len());
+        for (origin, subject) in sources {
             // Read again for each: a backup may be the base of the next.
             let inventory = repository.inventory().await?;
-            let lock = &mut *lock;
-            let mut job = Job { repository: &repository, connection: &connection, stop, lock };
-            created.push(job.create(&inventory, snapshot, base, set.clone()).await?);
+            let mut job = Job { repository: &repository, stop, lock: &mut *lock };
+            created.push(job.create(&inventory, origin, subject.clone(), base).await?);
         }
         Ok(created)
     })
@@ -174,6 +229,12 @@ async fn create_command(
     let texts = created.iter().zip(&entries).map(|(one, entry)| created_text(one, entry, time));
     print_all(options.print.output, &entries, is_group, texts.collect())?;
     created.into_iter().try_for_each(|one| one.cleaned)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints what a mover pod printed.
+fn print_result(result: &str) -> Result<ExitCode> {
+    format::print(result)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -240,7 +301,7 @@ async fn verify_command(
     references: &[String],
 ) -> Result<ExitCode> {
     let start = Instant::now();
-    let shown = progress::start("verifying");
+    let shown = progress::start("verifying", options.print.quiet);
     let mut report = locked(repository, Kind::Shared, "backup verify", async |lock| {
         let inventory = repository.inventory().await?;
         let backups = selected(repository, &inventory, references)?;
@@ -310,7 +371,7 @@ async fn copy_command(
     to: &Repository,
     references: &[String],
 ) -> Result<ExitCode> {
-    let shown = progress::start("copying");
+    let shown = progress::start("copying", options.print.quiet);
     let copied = locked(from, Kind::Shared, "backup copy", async |source| {
         locked(to, Kind::Shared, "backup copy", async |lock| {
             let inventory = from.inventory().await?;
@@ -342,31 +403,38 @@ async fn copy_command(
 }
 
 async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
-    let RestoreArgs { options, backup, repository, to, to_volume, group, resume } = args;
+    let RestoreArgs { options, backup, repository, to, group, resume, .. } = &args;
     let start = Instant::now();
     let stop = Stop::listen(&options.per_call())?;
-    let shown = progress::start("restoring");
-    let repository = open(&repository, false).await?;
+    let shown = progress::start("restoring", options.print.quiet);
+    if repository.mover.namespace.is_some() {
+        let claim = args.to_claim.as_deref().context("--to-claim is missing")?;
+        let target = mover::Target { claim, mode: args.volume_mode, resume: *resume };
+        let result = Mover::new(options, &stop, repository).await?.restore(backup, &target).await?;
+        drop(shown);
+        return print_result(&result);
+    }
+    let repository = open(repository, false).await?;
     let restored = locked(&repository, Kind::Shared, "restore", async |lock| {
         let inventory = repository.inventory().await?;
         let from = Restorer { repository: &repository, inventory: &inventory, stop: &stop, lock };
-        if let Some(name) = &to_volume {
-            let connection = connect(&options, &stop).await?;
-            return Ok(vec![volume::restore(&from, &connection, &backup, name).await?]);
+        if let Some(name) = &args.to_volume {
+            let connection = connect(options, &stop).await?;
+            return Ok(vec![volume::restore(&from, &connection, backup, name).await?]);
         }
         let to = to.as_deref().context("--to is missing")?;
         match group {
-            true => group::restore(&from, &backup, to, resume).await,
+            true => group::restore(&from, backup, to, *resume).await,
             false => {
-                let found = repository.find(&inventory, &backup)?;
-                Ok(vec![from.restore(found, to, resume).await?])
+                let found = repository.find(&inventory, backup)?;
+                Ok(vec![from.restore(found, to, *resume).await?])
             }
         }
     })
     .await?;
     drop(shown);
     let texts = restored.iter().map(|one| one.text(start.elapsed()));
-    print_all(options.print.output, &restored, group, texts.collect())?;
+    print_all(options.print.output, &restored, *group, texts.collect())?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -8,15 +8,15 @@ use anyhow::{Context, Result};
 use tokio::task::JoinSet;
 
 use super::chunk::Coder;
-use super::create::parallel;
+use super::copying::parallel;
 use super::document::Hash;
 use super::manifest::Manifest;
 use super::merge::{Content, Merge, Place, Run};
-use super::progress;
 use super::repository::Repository;
 use super::repository::lock::Lock;
 use super::target::Target;
 use crate::backend::Extent;
+use crate::client::progress;
 use crate::client::stop::Stop;
 
 /// Runs that are written together, at most.

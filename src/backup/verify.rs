@@ -3,12 +3,12 @@
 use anyhow::{Context, Result};
 use tokio::task::JoinSet;
 
-use super::create::parallel;
+use super::copying::parallel;
 use super::manifest::{Manifest, Page};
 use super::merge::Pages;
-use super::progress;
 use super::repository::lock::Lock;
 use super::repository::{Inventory, Repository};
+use crate::client::progress;
 use crate::client::stop::Stop;
 
 /// What a verification found.

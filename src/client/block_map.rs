@@ -3,7 +3,7 @@
 //! ([`Driver`]), or a driver's sidecar (`cluster`), which resumes after an interruption.
 
 use anyhow::{Result, bail};
-use tonic::{Response, Status, Streaming};
+use tonic::{Code, Response, Status, Streaming};
 
 use super::connection::{Connection, refused};
 use crate::backend::Extent;
@@ -14,6 +14,22 @@ use crate::proto::csi::v1 as csi;
 pub enum Query {
     Allocated { snapshot: String },
     Delta { base: String, target: String },
+}
+
+/// The changes since this base cannot be listed, and never will be: a full backup is needed.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct BaseUnusable(pub String);
+
+impl BaseUnusable {
+    /// Whether a delta that ends with this code never works: its changes are unknown, or the driver
+    /// does not know the base.
+    pub const fn is_meant_by(code: Code) -> bool {
+        matches!(
+            code,
+            Code::FailedPrecondition | Code::NotFound | Code::DataLoss | Code::Unimplemented
+        )
+    }
 }
 
 /// Where a listing starts, and the size of its messages.

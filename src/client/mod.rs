@@ -10,7 +10,7 @@
 mod base;
 pub(crate) mod block_map;
 mod capability;
-mod cluster;
+pub(crate) mod cluster;
 mod compare;
 pub(crate) mod connection;
 #[cfg(test)]
@@ -128,6 +128,17 @@ pub(crate) enum Output {
     Ndjson,
 }
 
+impl Output {
+    /// The value of `--output`.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Table => "table",
+            Self::Json => "json",
+            Self::Ndjson => "ndjson",
+        }
+    }
+}
+
 /// Exit code of a process that SIGPIPE ends: the reader of the output is gone.
 pub(crate) const READER_GONE: u8 = 141;
 
@@ -179,7 +190,7 @@ async fn in_time<T>(options: &Options, work: impl AsyncFnOnce(Instant) -> Result
     }
 }
 
-fn timed_out(timeout: Duration) -> String {
+pub(crate) fn timed_out(timeout: Duration) -> String {
     let timeout = humantime::format_duration(timeout);
     format!("not done within {timeout}; set a longer --timeout")
 }

@@ -33,13 +33,17 @@ struct Line {
 
 /// Shows progress until it is dropped.
 #[derive(Debug)]
-pub struct Shown(());
+pub struct Shown {
+    /// Not of an operation that is a part of another, whose line is shown.
+    owns_line: bool,
+}
 
-/// Starts to show progress of `what`, such as "comparing".
+/// Starts to show progress of `what`, such as "comparing", unless it is a part of an operation that
+/// shows its progress already.
 pub fn start(what: &'static str, quiet: bool) -> Shown {
     QUIET.store(quiet, Ordering::Relaxed);
-    if quiet || !std::io::stderr().is_terminal() {
-        return Shown(());
+    if quiet || !std::io::stderr().is_terminal() || line().is_some() {
+        return Shown { owns_line: false };
     }
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
     bar.set_message(what);
@@ -55,12 +59,12 @@ pub fn start(what: &'static str, quiet: bool) -> Shown {
         }
     });
     *line() = Some(Line { bar, _shown: sender });
-    Shown(())
+    Shown { owns_line: true }
 }
 
 impl Drop for Shown {
     fn drop(&mut self) {
-        if let Some(Line { bar, .. }) = line().take() {
+        if let Some(Line { bar, .. }) = self.owns_line.then(|| line().take()).flatten() {
             bar.finish_and_clear();
         }
     }

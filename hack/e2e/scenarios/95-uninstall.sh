@@ -9,6 +9,7 @@ quietly kubectl delete --timeout="${patience}s" snapshotsessionrequests --all --
 delete clusterrole/e2e-client clusterrolebinding/e2e-client
 delete -k deploy/examples/backup-app
 delete -k deploy/examples/backup-app-session
+delete -k deploy/examples/mover
 delete namespace/backup-demo
 eventually volumes_are_gone
 step "session manager, aggregated API, driver, definitions"

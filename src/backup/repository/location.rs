@@ -1,4 +1,4 @@
-//! Where a repository is: a directory, or a bucket of S3 with a prefix.
+//! Where a repository is: a directory, a bucket of S3 with a prefix, or a PersistentVolumeClaim.
 
 use std::fmt;
 use std::os::unix::fs::DirBuilderExt;
@@ -13,22 +13,38 @@ use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 
+use crate::kubernetes::name;
+
 /// One file of credentials is short; a larger one is not what was meant.
 const MAX_CREDENTIAL_BYTES: u64 = 64 << 10;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Location {
     Directory(PathBuf),
-    S3 { bucket: String, prefix: String },
+    S3 {
+        bucket: String,
+        prefix: String,
+    },
+    /// A PersistentVolumeClaim, which a mover pod mounts.
+    Claim {
+        name: String,
+        /// Relative to the root of its filesystem, and not empty.
+        path: String,
+    },
 }
 
 impl FromStr for Location {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(claim) = text.strip_prefix("claim:") {
+            return Self::claim(claim);
+        }
         let Some((scheme, rest)) = text.split_once("://") else {
             if text.is_empty() {
-                return Err("is empty; write a directory or s3://BUCKET/PREFIX".to_owned());
+                return Err(
+                    "is empty; write a directory, s3://BUCKET/PREFIX or claim:NAME".to_owned()
+                );
             }
             return Ok(Self::Directory(PathBuf::from(text)));
         };
@@ -40,7 +56,9 @@ impl FromStr for Location {
             }),
             "s3" => Err("names no bucket; write s3://BUCKET/PREFIX".to_owned()),
             "file" => Ok(Self::Directory(PathBuf::from(rest))),
-            other => Err(format!("{other}:// is not supported; write a directory or s3://BUCKET")),
+            other => Err(format!(
+                "{other}:// is not supported; write a directory, s3://BUCKET or claim:NAME"
+            )),
         }
     }
 }
@@ -51,11 +69,26 @@ impl fmt::Display for Location {
             Self::Directory(path) => write!(out, "{}", path.display()),
             Self::S3 { bucket, prefix } if prefix.is_empty() => write!(out, "s3://{bucket}"),
             Self::S3 { bucket, prefix } => write!(out, "s3://{bucket}/{prefix}"),
+            Self::Claim { name, path } => write!(out, "claim:{name}/{path}"),
         }
     }
 }
 
 impl Location {
+    fn claim(text: &str) -> Result<Self, String> {
+        let (claim, path) = text.split_once('/').unwrap_or((text, ""));
+        let path = match path.trim_matches('/') {
+            // The root of a filesystem is not empty: it has lost+found.
+            "" => "backups",
+            path => path,
+        };
+        if path.split('/').any(|part| part == "..") {
+            return Err("leads out of the claim; write claim:NAME/PATH without ..".to_owned());
+        }
+        let name = name::object(claim).map_err(|error| format!("the claim {claim:?} {error}"))?;
+        Ok(Self::Claim { name, path: path.to_owned() })
+    }
+
     /// Opens the store. A missing directory is made if `create` is set, readable by its owner alone.
     ///
     /// # Errors
@@ -74,6 +107,9 @@ impl Location {
                 let store = LocalFileSystem::new_with_prefix(path)
                     .with_context(|| format!("--repository {self}: open the directory"))?;
                 Ok(Arc::new(store.with_fsync(true).with_automatic_cleanup(true)))
+            }
+            Self::Claim { .. } => {
+                bail!("--repository {self}: only a mover pod can mount a claim; set --namespace")
             }
             Self::S3 { bucket, prefix } => {
                 let s3 = s3(bucket, credentials)
@@ -170,12 +206,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_location_is_a_directory_or_a_bucket() {
+    fn a_location_is_a_directory_a_bucket_or_a_claim() {
         let parse = |text: &str| text.parse::<Location>();
         assert_eq!(parse("/a/b").unwrap(), Location::Directory("/a/b".into()));
         assert_eq!(parse("s3://b/p/q/").unwrap().to_string(), "s3://b/p/q");
         assert_eq!(parse("s3://b").unwrap().to_string(), "s3://b");
-        for wrong in ["", "s3://", "s3:///p", "gs://b", "http://h/p"] {
+        assert_eq!(parse("claim:c").unwrap().to_string(), "claim:c/backups");
+        assert_eq!(parse("claim:c/p/q/").unwrap().to_string(), "claim:c/p/q");
+        let wrong =
+            ["", "s3://", "s3:///p", "gs://b", "http://h/p", "claim:", "claim:A", "claim:c/../d"];
+        for wrong in wrong {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
     }

@@ -278,7 +278,7 @@ impl Repository {
         match &*self.location {
             // A lock may be taken at any time, so its directory is left alone.
             Location::Directory(path) => location::sweep(&path.join(BACKUPS)),
-            Location::S3 { .. } => Ok(()),
+            Location::S3 { .. } | Location::Claim { .. } => Ok(()),
         }
     }
 

@@ -27,6 +27,33 @@ pub struct Finder {
     address: Option<String>,
 }
 
+/// A VolumeSnapshot that is ready to use, with what a backup of it needs.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub name: String,
+    /// What messages call it.
+    pub what: String,
+    pub driver: String,
+    /// CSI handle.
+    pub handle: String,
+    /// CSI handle of its volume; an imported snapshot has none.
+    pub volume_handle: Option<String>,
+    /// The PersistentVolumeClaim that it was taken of.
+    pub claim: Option<String>,
+    /// When it was taken, in UTC.
+    pub created: Option<String>,
+    /// Size of its volume.
+    pub bytes: u64,
+    /// Name of its VolumeSnapshotContent.
+    pub content: String,
+    /// Whether a claim in block mode from it is refused, because its volume has a filesystem and the
+    /// content lacks [`ALLOW_MODE_CHANGE`].
+    pub is_bound_to_filesystem: bool,
+}
+
+/// Annotation of a VolumeSnapshotContent that allows claims in another volume mode (KEP-3141).
+pub const ALLOW_MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-change";
+
 /// A driver's sidecar, and the audience of its tokens.
 #[derive(Debug)]
 pub struct Service {
@@ -84,6 +111,41 @@ impl Finder {
         Ok(Service { place, audience: spec.audience })
     }
 
+    /// A snapshot that is ready to use.
+    pub async fn snapshot(&self, snapshot: &str) -> Result<Snapshot, Failure> {
+        let what = self.what(snapshot);
+        if !name::is_object(snapshot) {
+            return Err(no_name(snapshot, ""));
+        }
+        let found = get(&self.snapshots(), &what, snapshot).await?;
+        let content = self.content(&what, &found).await?;
+        let not_ready =
+            || Failure::new(Retry::Always, anyhow!("{what} is not ready to use; repeat later"));
+        let handle = content.ready_handle().ok_or_else(not_ready)?.to_owned();
+        let status = content.status.clone().unwrap_or_default();
+        let bytes = status.restore_size.and_then(|bytes| u64::try_from(bytes).ok());
+        let bytes = bytes.filter(|bytes| *bytes > 0);
+        let annotations = content.metadata.annotations.as_ref();
+        let is_allowed = annotations
+            .and_then(|annotations| annotations.get(ALLOW_MODE_CHANGE))
+            .is_some_and(|value| value == "true");
+        let mode = content.spec.source_volume_mode.as_deref();
+        Ok(Snapshot {
+            name: snapshot.to_owned(),
+            handle,
+            driver: content.spec.driver,
+            volume_handle: content.spec.source.volume_handle,
+            claim: found.spec.source.persistent_volume_claim_name,
+            created: status.creation_time.and_then(utc),
+            bytes: bytes.ok_or_else(|| {
+                Failure::never(anyhow!("{what}: its content has no status.restoreSize"))
+            })?,
+            content: content.metadata.name.unwrap_or_default(),
+            is_bound_to_filesystem: mode == Some("Filesystem") && !is_allowed,
+            what,
+        })
+    }
+
     fn snapshots(&self) -> Api<VolumeSnapshot> {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
@@ -111,6 +173,12 @@ impl Finder {
         let what = format!("VolumeSnapshotContent {name}");
         get(&Api::all(self.client.clone()), &what, &name).await
     }
+}
+
+/// A time in nanoseconds since 1970, in UTC.
+fn utc(nanos: i64) -> Option<String> {
+    let since = Duration::from_nanos(u64::try_from(nanos).ok()?);
+    Some(humantime::format_rfc3339_millis(std::time::UNIX_EPOCH + since).to_string())
 }
 
 /// The next step for a base without a VolumeSnapshot.

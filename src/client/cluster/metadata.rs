@@ -3,7 +3,9 @@
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::super::block_map::{Message, Query, Stream, Window, csi_style, message_of};
+use super::super::block_map::{
+    BaseUnusable, Message, Query, Stream, Window, csi_style, message_of,
+};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
 use super::find::{Finder, Service};
@@ -121,7 +123,14 @@ impl Metadata {
             address: &place.address,
             entry: Entry::Account { account, audience },
         };
-        Failure::stream(status, &subject)
+        // A status with a cause comes from the connection.
+        let code = std::error::Error::source(&status).is_none().then(|| status.code());
+        let mut failure = Failure::stream(status, &subject);
+        let is_of_base = self.base_is_handle && matches!(self.query, Query::Delta { .. });
+        if is_of_base && code.is_some_and(BaseUnusable::is_meant_by) {
+            failure.error = BaseUnusable(format!("{:#}", failure.error)).into();
+        }
+        failure
     }
 }
 

@@ -27,11 +27,12 @@ mod session_tests;
 #[cfg(test)]
 mod tests;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use kube::Client;
 use tokio::time::Instant;
 
 use super::block_map::{BlockMap, Consumer, Query, Window};
@@ -41,7 +42,9 @@ use crate::kubernetes::client::{self, Rate};
 use crate::kubernetes::name;
 use crate::kubernetes::session::SnapshotSessionRequestSpec;
 use aggregated::{Aggregated, Paging};
+pub use failure::{Failure, Retry};
 use find::Finder;
+pub use find::{ALLOW_MODE_CHANGE, Snapshot, call};
 use metadata::Metadata;
 use request::{Requests, Which};
 use resume::Resuming;
@@ -134,6 +137,30 @@ impl ClusterArgs {
         self.namespace.is_some()
     }
 
+    /// The released API, for the VolumeSnapshots of a namespace, with the token in a file or else
+    /// one of the caller's ServiceAccount.
+    pub fn metadata(
+        namespace: String,
+        kubeconfig: Option<PathBuf>,
+        token_file: Option<PathBuf>,
+    ) -> Self {
+        Self {
+            namespace: Some(namespace),
+            kubeconfig,
+            api: Api::Metadata,
+            service_account: None,
+            service_account_namespace: None,
+            token_expiry: None,
+            token_file,
+            lifetime: None,
+            session: None,
+            page_size: None,
+            secret: None,
+            address: None,
+            base_is_handle: false,
+        }
+    }
+
     pub fn namespace(&self) -> Option<&str> {
         self.namespace.as_deref()
     }
@@ -174,6 +201,32 @@ impl ClusterArgs {
         };
         bail!("{flag} requires --api {}{because}", apis.join(" or "))
     }
+}
+
+/// A client with the user's credentials.
+///
+/// # Errors
+/// No usable configuration.
+pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client> {
+    client::connect_as_user(kubeconfig, RATE).await
+}
+
+/// A VolumeSnapshot that is ready to use.
+///
+/// # Errors
+/// It does not exist, is not ready, or cannot be read.
+pub async fn snapshot(client: &Client, namespace: &str, name: &str) -> Result<Snapshot> {
+    let finder = Finder::new(client.clone(), namespace, None);
+    finder.snapshot(name).await.map_err(|failure| failure.error)
+}
+
+/// The audience of tokens for a driver's sidecar.
+///
+/// # Errors
+/// The driver has no SnapshotMetadataService, or it cannot be read.
+pub async fn audience(client: &Client, namespace: &str, driver: &str) -> Result<String> {
+    let finder = Finder::new(client.clone(), namespace, None);
+    Ok(finder.service(driver).await.map_err(|failure| failure.error)?.audience)
 }
 
 /// Lists blocks through Kubernetes for `consumer`.
@@ -217,7 +270,7 @@ async fn list_metadata<C: Consumer>(
 ) -> Result<C::Output> {
     let Listing { namespace, query, window, consumer } = listing;
     in_time(options, async |deadline| {
-        let client = client::connect_as_user(args.kubeconfig.as_deref(), RATE).await?;
+        let client = connect(args.kubeconfig.as_deref()).await?;
         let tokens = match args.token_file {
             Some(path) => Tokens::file(path),
             None => {
@@ -252,7 +305,7 @@ async fn list_session<C: Consumer>(
     };
     let stop = Stop::listen(options)?;
     let _shown = progress::start("waiting for the session", options.print.quiet);
-    let client = client::connect_as_user(args.kubeconfig.as_deref(), RATE).await?;
+    let client = connect(args.kubeconfig.as_deref()).await?;
     let limits = Limits { deadline: stop.deadline(), timeout: options.timeout };
     let requests = Requests::new(client, namespace, which, args.address, limits);
     within(&stop, requests, async |requests: &mut Requests| {

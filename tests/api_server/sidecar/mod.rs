@@ -2,6 +2,7 @@
 //! snapshot-controller and csi-snapshotter, and this project's driver on real loop devices.
 
 mod answers;
+mod backup;
 mod bases;
 mod commands;
 mod provoked;

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Scenario: full and incremental backup by mover pods from deleted bases, restore to new claims
+# shellcheck source=hack/e2e/scenario.sh
+source "$(dirname "$0")/../scenario.sh"
+
+# backup_command ARGUMENT...: a backup command with the rights of hack/e2e/client.yaml.
+backup_command() { kubectl -n backup-client exec client -- /csi-loopback "$@" --namespace "$namespace" --repository claim:backups --quiet; }
+# same WHAT OUTPUT FILTER VALUE: whether a field of the result has the value.
+same() { equal "$1" "$4" "$(jq -r "$3" <<<"$2")"; }
+
+step "ServiceAccount of the movers (deploy/examples/mover), a claim for backups, two volumes"
+quietly kubectl apply --server-side -k deploy/examples/mover
+claim backups 512Mi
+claim orders 64Mi "volumeMode: Block"
+claim files 128Mi
+user orders orders
+user files files
+in_pod orders 'head -c 33554432 /dev/urandom | dd of=/device bs=1M conv=fsync 2>/dev/null'
+in_pod files 'head -c 8388608 /dev/urandom >/data/file; sync -f /data'
+snapshot orders-1 orders
+snapshot files-1 files
+
+step "full backups: of a block volume, and of a filesystem, read as a block device"
+made=$(backup_command backup create orders-1 --output json)
+same "kind of orders-1" "$made" '"\(.kind) \(.volume) \(.data_bytes)"' "full orders 33554432"
+made=$(backup_command backup create files-1 --output json)
+same "kind of files-1" "$made" '"\(.kind) \(.volume)"' "full files"
+
+step "changes, a deleted base, incremental backups"
+in_pod orders 'dd if=/dev/urandom of=/device bs=4096 count=1 seek=9000 conv=notrunc,fsync 2>/dev/null'
+in_pod files 'echo new >/data/new; sync -f /data'
+orders=$(in_pod orders 'sha256sum </device')
+files=$(in_pod files 'cd /data; sha256sum file new')
+snapshot orders-2 orders
+snapshot files-2 files
+delete -n "$namespace" volumesnapshot/orders-1 volumesnapshot/files-1
+made=$(backup_command backup create orders-2 --base auto --output json)
+same "kind of orders-2" "$made" '"\(.kind) \(.data_bytes)"' "incremental 4096"
+made=$(backup_command backup create files-2 --base auto --output json)
+same "kind of files-2" "$made" .kind incremental
+equal "backups" 4 "$(backup_command backup list --output json | jq length)"
+[[ $(backup_command backup verify) == *"no damage found"* ]]
+
+step "restore to new claims, in block and in filesystem mode"
+quietly backup_command restore orders-2 --to-claim orders-restored --storage-class csi-loopback
+quietly backup_command restore files-2 --to-claim files-restored --storage-class csi-loopback --volume-mode filesystem
+user orders-restored orders-restored
+user files-restored files-restored
+equal "device of orders-2" "$orders" "$(in_pod orders-restored 'sha256sum </device')"
+equal "files of files-2" "$files" "$(in_pod files-restored 'cd /data; sha256sum file new')"
+
+step "nothing of the movers remains"
+movers_are_gone() {
+    local rest
+    rest=$(kubectl -n "$namespace" get jobs,pods,pvc --no-headers 2>/dev/null | grep csi-loopback-mover || true)
+    echo "$rest"
+    [[ -z $rest ]]
+}
+eventually movers_are_gone
+for name in orders orders-restored files files-restored; do discard -n "$namespace" "pod/$name" "pvc/$name"; done
+discard -n "$namespace" volumesnapshot/files-2 volumesnapshot/orders-2 pvc/backups

@@ -1,0 +1,207 @@
+//! Copies the blocks of a snapshot from a device to a repository: chunks are read and compressed several at a time, and
+//! written in the order of the volume.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use tokio::task::JoinHandle;
+
+use super::chunk::{self, Coded, Coder};
+use super::listing::Blocks;
+use super::manifest::{CHUNK_BYTES, CHUNK_EXTENTS, Intent};
+use super::repository::Repository;
+use super::repository::lock::Lock;
+use super::writer::Writer;
+use crate::backend::Extent;
+use crate::client::block_map::Source;
+use crate::client::progress;
+use crate::client::stop::Stop;
+
+/// A backup that is being written.
+pub struct Copying<'c> {
+    pub repository: &'c Repository,
+    pub stop: &'c Stop,
+    pub lock: &'c Lock,
+    pub intent: &'c Intent,
+    /// An interrupted backup is continued.
+    pub resumed: bool,
+    pub writer: &'c mut Writer,
+}
+
+impl Copying<'_> {
+    /// Gets the first blocks, and records the backup when there are some: a refused listing leaves nothing.
+    pub async fn begin<S: Source>(
+        &mut self,
+        blocks: &mut Blocks<S>,
+    ) -> Result<Option<Vec<Extent>>> {
+        let first = self.stop.wait(blocks.next()).await?;
+        if !self.resumed {
+            self.repository.put_intent(self.intent).await?;
+        }
+        Ok(first)
+    }
+
+    /// Copies the `first` blocks and all that follow.
+    pub async fn copy<S: Source>(
+        &mut self,
+        first: Option<Vec<Extent>>,
+        blocks: Blocks<S>,
+        device: &Path,
+    ) -> Result<()> {
+        let opened = File::open(device).with_context(|| format!("open {}", device.display()))?;
+        let mut queue = Queue {
+            device: Arc::new(opened),
+            keep_zeros: !self.intent.subject.is_full(),
+            coder: self.repository.coder(&self.intent.id)?,
+            capacity: self.intent.subject.capacity_bytes,
+            jobs: VecDeque::new(),
+        };
+        let copied = self.pump(first, blocks, &mut queue).await;
+        // The device must be closed before the volume can be removed.
+        queue.settle().await;
+        copied
+    }
+
+    /// Reads the extents in chunks, several at a time, and writes them in their order.
+    async fn pump<S: Source>(
+        &mut self,
+        mut next: Option<Vec<Extent>>,
+        mut blocks: Blocks<S>,
+        queue: &mut Queue,
+    ) -> Result<()> {
+        let mut plan = Plan::default();
+        while let Some(extents) = next {
+            ensure!(
+                blocks.capacity() == Some(queue.capacity),
+                "the driver lists blocks of a volume of {:?} bytes, and the snapshot has {}",
+                blocks.capacity(),
+                queue.capacity
+            );
+            for mut extent in extents {
+                while extent.length > 0 {
+                    if let Some(chunk) = plan.take(&mut extent) {
+                        self.stop.check()?;
+                        self.lock.check()?;
+                        queue.push(chunk, self.writer).await?;
+                    }
+                }
+            }
+            next = self.stop.wait(blocks.next()).await?;
+        }
+        if !plan.extents.is_empty() {
+            queue.push(plan.finish(), self.writer).await?;
+        }
+        queue.drain(self.writer).await
+    }
+}
+
+/// Extents on their way to a chunk.
+#[derive(Default)]
+struct Plan {
+    extents: Vec<Extent>,
+    bytes: u64,
+}
+
+impl Plan {
+    /// Takes as much of `rest` as fits; returns the extents of a chunk when it is full.
+    fn take(&mut self, rest: &mut Extent) -> Option<Vec<Extent>> {
+        let length = rest.length.min(CHUNK_BYTES - self.bytes);
+        match self.extents.last_mut() {
+            Some(last) if last.end() == rest.offset => last.length += length,
+            _ => self.extents.push(Extent { offset: rest.offset, length }),
+        }
+        self.bytes += length;
+        *rest = Extent { offset: rest.offset + length, length: rest.length - length };
+        let is_full = self.bytes == CHUNK_BYTES || self.extents.len() == CHUNK_EXTENTS;
+        is_full.then(|| self.finish())
+    }
+
+    fn finish(&mut self) -> Vec<Extent> {
+        self.bytes = 0;
+        std::mem::take(&mut self.extents)
+    }
+}
+
+/// Chunks that are being read and compressed, in the order of the volume.
+struct Queue {
+    device: Arc<File>,
+    keep_zeros: bool,
+    coder: Coder,
+    capacity: u64,
+    jobs: VecDeque<(JoinHandle<Result<Coded>>, u64)>,
+}
+
+impl Queue {
+    async fn push(&mut self, extents: Vec<Extent>, writer: &mut Writer) -> Result<()> {
+        if self.jobs.len() >= parallel() {
+            self.pop(writer).await?;
+        }
+        let end = extents.last().map_or(0, Extent::end);
+        let (device, coder, keep_zeros) =
+            (Arc::clone(&self.device), self.coder.clone(), self.keep_zeros);
+        let job = move || chunk::read(&*device, &extents, keep_zeros, &coder);
+        self.jobs.push_back((tokio::task::spawn_blocking(job), end));
+        Ok(())
+    }
+
+    async fn pop(&mut self, writer: &mut Writer) -> Result<()> {
+        if let Some((job, end)) = self.jobs.pop_front() {
+            writer.push(job.await.map_err(|error| anyhow!("read: {error}"))??, end).await?;
+            progress::report(end, self.capacity);
+        }
+        Ok(())
+    }
+
+    async fn drain(&mut self, writer: &mut Writer) -> Result<()> {
+        while !self.jobs.is_empty() {
+            self.pop(writer).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until nothing reads the device any more.
+    async fn settle(&mut self) {
+        for (job, _) in self.jobs.drain(..) {
+            // Its chunk is not wanted any more, and an error was reported before.
+            drop(job.await);
+        }
+    }
+}
+
+/// Chunks that are worked on at the same time.
+pub fn parallel() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_has_up_to_1_mib_and_joins_neighbours() {
+        let mut plan = Plan::default();
+        let mut chunks = Vec::new();
+        for (offset, length) in [(0, 4096), (4096, 4096), (1 << 20, (2 << 20) + 4096)] {
+            let mut extent = Extent { offset, length };
+            while extent.length > 0 {
+                chunks.extend(plan.take(&mut extent));
+            }
+        }
+        chunks.push(plan.finish());
+        let extent = |offset, length| Extent { offset, length };
+        let second = (2 << 20) - 8192;
+        let expected = [
+            vec![extent(0, 8192), extent(1 << 20, (1 << 20) - 8192)],
+            vec![extent(second, 1 << 20)],
+            vec![extent(second + (1 << 20), 12288)],
+        ];
+        assert_eq!(chunks, expected);
+        for block in 0..CHUNK_EXTENTS as u64 - 1 {
+            assert_eq!(plan.take(&mut extent(block * 1024, 512)), None);
+        }
+        assert!(plan.take(&mut extent(1 << 30, 512)).is_some());
+    }
+}

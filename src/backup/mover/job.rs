@@ -1,0 +1,282 @@
+//! The Job of a mover, and what its status and its pod mean.
+
+use anyhow::{Context, Result};
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+use super::super::args::MoverArgs;
+use super::super::repository::Location;
+use crate::client::Output;
+
+/// Path of the block device in the pod.
+pub const DEVICE: &str = "/dev/csi-loopback-data";
+/// Paths of the repository's claim and of the Secrets.
+const REPOSITORY: &str = "/repository";
+const KEY: &str = "/var/run/secrets/csi-loopback/key";
+const S3: &str = "/var/run/secrets/csi-loopback/s3";
+const TOKEN: &str = "/var/run/secrets/csi-loopback/token";
+
+const CONTAINER: &str = "mover";
+const ACCOUNT: &str = "csi-loopback-mover";
+/// Seconds that a finished Job remains whose command was killed.
+const EXPIRY: i32 = 600;
+/// Lifetime of the token in seconds; kubelet replaces it in time.
+const TOKEN_EXPIRY: i64 = 3600;
+
+/// One command in a pod.
+pub struct Work<'w> {
+    pub args: Vec<String>,
+    pub output: Output,
+    pub data: Data<'w>,
+    /// Of a token for the driver's sidecar.
+    pub audience: Option<&'w str>,
+}
+
+/// The block device of the pod.
+pub enum Data<'d> {
+    None,
+    /// A claim from a VolumeSnapshot, which exists as long as the pod.
+    Snapshot {
+        name: &'d str,
+        bytes: u64,
+        class: Option<&'d str>,
+    },
+    /// An existing claim.
+    Claim(&'d str),
+}
+
+/// The flags of `backup create` in the pod: the data is on the device, and the sidecar lists the blocks.
+pub fn listing_args(namespace: &str) -> [String; 3] {
+    [
+        format!("--namespace={namespace}"),
+        format!("--source={DEVICE}"),
+        format!("--token-file={TOKEN}/token"),
+    ]
+}
+
+pub fn account(flags: &MoverArgs) -> &str {
+    flags.service_account.as_deref().unwrap_or(ACCOUNT)
+}
+
+fn image(flags: &MoverArgs) -> String {
+    let own = || format!("csi-loopback:{}", env!("CARGO_PKG_VERSION"));
+    flags.image.clone().unwrap_or_else(own)
+}
+
+/// The Job that runs one command.
+///
+/// A pod that was killed is replaced, and continues; a command that fails ends the Job.
+pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>) -> Result<Job> {
+    let mut pod = Volumes::default();
+    let mut args = work.args.clone();
+    args.push(match repository {
+        Location::Claim { name, path } => {
+            let claim = json!({"persistentVolumeClaim": {"claimName": name}});
+            pod.mount("repository", REPOSITORY, false, claim);
+            format!("--repository={REPOSITORY}/{path}")
+        }
+        other => format!("--repository={other}"),
+    });
+    if let Some(secret) = &flags.key_secret {
+        pod.mount("key", KEY, true, json!({"secret": {"secretName": secret}}));
+        args.push(format!("--key-file={KEY}/key"));
+    }
+    if let Some(secret) = &flags.s3_secret {
+        pod.mount("s3", S3, true, json!({"secret": {"secretName": secret}}));
+        args.push(format!("--s3-credentials={S3}"));
+    }
+    if let Some(audience) = work.audience {
+        let token =
+            json!({"audience": audience, "expirationSeconds": TOKEN_EXPIRY, "path": "token"});
+        let projected = json!({"projected": {"sources": [{"serviceAccountToken": token}]}});
+        pod.mount("token", TOKEN, true, projected);
+    }
+    pod.device(&work.data);
+    args.extend(["--quiet".to_owned(), format!("--output={}", work.output.name())]);
+    let labels =
+        json!({"app.kubernetes.io/name": ACCOUNT, "app.kubernetes.io/managed-by": "csi-loopback"});
+    let container = json!({
+        "name": CONTAINER,
+        "image": image(flags),
+        "args": args,
+        "volumeMounts": pod.mounts,
+        "volumeDevices": pod.devices,
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "readOnlyRootFilesystem": true,
+            // Device nodes belong to root.
+            "runAsUser": 0,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    });
+    let job = json!({
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "ttlSecondsAfterFinished": EXPIRY,
+            "podFailurePolicy": {"rules": [{
+                "action": "FailJob",
+                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [1, 2]},
+            }]},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "serviceAccountName": account(flags),
+                    "automountServiceAccountToken": work.audience.is_some(),
+                    "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+                    "containers": [container],
+                    "volumes": pod.volumes,
+                },
+            },
+        },
+    });
+    serde_json::from_value(job).context("the Job of the mover")
+}
+
+/// The volumes of the pod, and where its container has them.
+#[derive(Default)]
+struct Volumes {
+    volumes: Vec<Value>,
+    mounts: Vec<Value>,
+    devices: Vec<Value>,
+}
+
+impl Volumes {
+    fn mount(&mut self, name: &str, path: &str, read_only: bool, source: Value) {
+        self.add(name, source);
+        self.mounts.push(json!({"name": name, "mountPath": path, "readOnly": read_only}));
+    }
+
+    fn device(&mut self, data: &Data<'_>) {
+        let source = match data {
+            Data::None => return,
+            Data::Claim(claim) => json!({"persistentVolumeClaim": {"claimName": claim}}),
+            Data::Snapshot { name, bytes, class } => {
+                let group = crate::kubernetes::snapshot::GROUP;
+                let spec = json!({
+                    "accessModes": ["ReadWriteOnce"],
+                    "volumeMode": "Block",
+                    "storageClassName": class,
+                    "resources": {"requests": {"storage": bytes.to_string()}},
+                    "dataSource": {"apiGroup": group, "kind": "VolumeSnapshot", "name": name},
+                });
+                json!({"ephemeral": {"volumeClaimTemplate": {"spec": spec}}})
+            }
+        };
+        self.add("data", source);
+        self.devices.push(json!({"name": "data", "devicePath": DEVICE}));
+    }
+
+    fn add(&mut self, name: &str, mut source: Value) {
+        source["name"] = json!(name);
+        self.volumes.push(source);
+    }
+}
+
+/// How a Job ended; `None` while it runs.
+pub fn outcome(job: &Job) -> Option<Result<(), String>> {
+    let conditions = job.status.as_ref()?.conditions.as_ref()?;
+    let mut met = conditions.iter().filter(|condition| condition.status == "True");
+    met.find_map(|condition| match condition.type_.as_str() {
+        "Complete" => Some(Ok(())),
+        "Failed" => Some(Err(condition.message.clone().unwrap_or_default())),
+        _ => None,
+    })
+}
+
+/// Why a pod has not started; `None` when it has.
+pub fn waiting(pod: &Pod) -> Option<String> {
+    let status = pod.status.as_ref()?;
+    if status.phase.as_deref() != Some("Pending") {
+        return None;
+    }
+    let containers = status.container_statuses.iter().flatten();
+    let waiting = containers.filter_map(|one| one.state.as_ref()?.waiting.as_ref()).next();
+    let of_container = waiting.map(|waiting| (waiting.reason.as_ref(), waiting.message.as_ref()));
+    let mut conditions = status.conditions.iter().flatten();
+    let unmet = conditions.find(|one| one.status == "False" && one.message.is_some());
+    let of_pod = unmet.map(|unmet| (unmet.reason.as_ref(), unmet.message.as_ref()));
+    let (reason, message) = of_container.or(of_pod).unwrap_or((None, None));
+    let reason = reason.map_or("Pending", String::as_str);
+    let message = message.map(|message| format!(": {message}")).unwrap_or_default();
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    Some(format!("mover pod {name} is waiting, {reason}{message}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::super::super::args::RepositoryArgs;
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        repository: RepositoryArgs,
+    }
+
+    fn made(flags: &[&str], repository: &str, work: &Work<'_>) -> Value {
+        let line = ["x", "--namespace", "shop", "--repository", repository];
+        let args = Line::try_parse_from(line.iter().chain(flags)).ok().unwrap().repository;
+        let made = job("mover-1", &args.mover, &args.repository, work).unwrap();
+        serde_json::to_value(made).unwrap()
+    }
+
+    fn work<'w>(data: Data<'w>, audience: Option<&'w str>) -> Work<'w> {
+        Work { args: vec!["backup".to_owned()], output: Output::Json, data, audience }
+    }
+
+    #[test]
+    fn the_pod_has_the_snapshot_as_a_device_and_a_token() {
+        let data = Data::Snapshot { name: "s", bytes: 4096, class: Some("fast") };
+        let job = made(&[], "claim:backups/a", &work(data, Some("driver")));
+        let pod = &job["spec"]["template"]["spec"];
+        let container = &pod["containers"][0];
+        assert_eq!(
+            container["args"],
+            json!(["backup", "--repository=/repository/a", "--quiet", "--output=json"])
+        );
+        assert_eq!(container["volumeDevices"][0]["devicePath"], DEVICE);
+        let source = &pod["volumes"][2]["ephemeral"]["volumeClaimTemplate"]["spec"];
+        assert_eq!(source["dataSource"]["name"], "s");
+        assert_eq!(
+            (&source["volumeMode"], &source["storageClassName"]),
+            (&json!("Block"), &json!("fast"))
+        );
+        let token = &pod["volumes"][1]["projected"]["sources"][0]["serviceAccountToken"];
+        assert_eq!(token["audience"], "driver");
+    }
+
+    #[test]
+    fn secrets_are_mounted_and_never_arguments() {
+        let flags = ["--s3-secret", "s3", "--key-secret", "key"];
+        let job = made(&flags, "s3://bucket/p", &work(Data::Claim("c"), None));
+        let pod = &job["spec"]["template"]["spec"];
+        let container = &pod["containers"][0];
+        let args = container["args"].as_array().unwrap();
+        assert!(args.contains(&json!(format!("--key-file={KEY}/key"))), "{args:?}");
+        assert!(args.contains(&json!(format!("--s3-credentials={S3}"))), "{args:?}");
+        assert!(container.get("env").is_none() && pod["automountServiceAccountToken"] == false);
+        let names: Vec<_> =
+            pod["volumes"].as_array().unwrap().iter().map(|one| &one["name"]).collect();
+        assert_eq!(names, ["key", "s3", "data"]);
+    }
+
+    #[test]
+    fn a_waiting_pod_has_its_reason_and_a_running_one_none() {
+        let pod = |status: Value| -> Pod {
+            serde_json::from_value(json!({"metadata": {"name": "p"}, "status": status})).unwrap()
+        };
+        let state = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
+        let container = json!({"name": "mover", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state});
+        let found = waiting(&pod(json!({"phase": "Pending", "containerStatuses": [container]})));
+        assert!(found.unwrap().ends_with("ErrImagePull: no such image"));
+        let condition = json!({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"});
+        let found = waiting(&pod(json!({"phase": "Pending", "conditions": [condition]})));
+        assert!(found.unwrap().ends_with("Unschedulable: no node"));
+        assert_eq!(waiting(&pod(json!({"phase": "Running"}))), None);
+    }
+}

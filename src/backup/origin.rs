@@ -1,0 +1,174 @@
+//! Where a backup comes from. A driver's socket: the driver lists the blocks, and a temporary volume has the data.
+//! Kubernetes: the driver's sidecar lists the blocks, and the data is on a device, that of a PersistentVolumeClaim from
+//! the VolumeSnapshot.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::time::Instant;
+
+use super::copying::Copying;
+use super::listing::{Blocks, Listing};
+use super::manifest::{Group, Subject};
+use crate::client::block_map::{BlockMap, Consumer, Query, Source, Window};
+use crate::client::cluster::{self, ClusterArgs};
+use crate::client::connection::Connection;
+use crate::client::scratch::Scratch;
+use crate::client::{Options, format, names};
+use crate::proto::admin::v1 as admin;
+use crate::proto::csi::v1 as csi;
+
+/// How long the removal of the temporary volume may take.
+const CLEAN_UP: Duration = Duration::from_secs(60);
+
+/// Where the blocks and the data of a snapshot come from.
+pub enum Origin<'o> {
+    Driver {
+        connection: &'o Connection,
+        snapshot: &'o csi::Snapshot,
+    },
+    Kubernetes {
+        options: &'o Options,
+        cluster: &'o ClusterArgs,
+        /// Name of the VolumeSnapshot.
+        snapshot: &'o str,
+        device: &'o Path,
+    },
+}
+
+/// The snapshot with this name or id, ready to be read.
+pub async fn snapshot(connection: &Connection, reference: &str) -> Result<csi::Snapshot> {
+    let snapshot = names::find_snapshot(connection, reference).await?;
+    let snapshot = snapshot.with_context(|| {
+        format!(
+            "no snapshot {reference:?}; `snapshot list` shows all, and a deleted one has no data"
+        )
+    })?;
+    ensure!(snapshot.ready_to_use, "snapshot {} is not ready; repeat later", snapshot.snapshot_id);
+    Ok(snapshot)
+}
+
+/// What a backup of a snapshot is a backup of.
+pub fn subject(snapshot: &csi::Snapshot, group: Option<Group>) -> Result<Subject> {
+    let id = &snapshot.snapshot_id;
+    let capacity_bytes = u64::try_from(snapshot.size_bytes).unwrap_or_default();
+    ensure!(capacity_bytes > 0, "the driver reports no size of snapshot {id}");
+    Ok(Subject {
+        volume_id: snapshot.source_volume_id.clone(),
+        volume: names::name_of(&snapshot.source_volume_id).to_owned(),
+        snapshot_id: id.clone(),
+        snapshot: names::name_of(id).to_owned(),
+        snapshot_created: format::time(snapshot.creation_time.as_ref()),
+        capacity_bytes,
+        base: None,
+        full_because: None,
+        group,
+    })
+}
+
+/// The same for a VolumeSnapshot.
+///
+/// # Errors
+/// It was not taken of a volume of the cluster, or its size is unknown.
+pub fn subject_in_cluster(snapshot: &cluster::Snapshot) -> Result<Subject> {
+    let cluster::Snapshot { what, handle, volume_handle, claim, created, bytes, .. } = snapshot;
+    let volume_id = volume_handle.clone().with_context(|| {
+        format!("{what} was imported, so its volume is unknown: back up a snapshot of a claim")
+    })?;
+    Ok(Subject {
+        volume: claim.clone().unwrap_or_else(|| names::name_of(&volume_id).to_owned()),
+        volume_id,
+        snapshot_id: handle.clone(),
+        snapshot: snapshot.name.clone(),
+        snapshot_created: created.clone(),
+        capacity_bytes: *bytes,
+        base: None,
+        full_because: None,
+        group: None,
+    })
+}
+
+impl Origin<'_> {
+    /// When the handle of a base expires, as far as the driver reports it.
+    pub async fn expiry(&self, base: &str, subject: &Subject) -> Option<String> {
+        let Self::Driver { connection, .. } = self else { return None };
+        let mut request = admin::ListBasesRequest {
+            target_snapshot_id: subject.snapshot_id.clone(),
+            ..Default::default()
+        };
+        loop {
+            // Other drivers do not have this call, and the time is for people to read.
+            let page = connection.base_admin().list_bases(request.clone()).await.ok()?.into_inner();
+            if let Some(found) = page.bases.iter().find(|one| one.snapshot_id == base) {
+                return format::time(found.expires_at.as_ref());
+            }
+            if page.next_token.is_empty() {
+                return None;
+            }
+            request.starting_token = page.next_token;
+        }
+    }
+
+    /// Copies what is missing. The inner result is that of the clean-up.
+    pub async fn copy(&self, copying: Copying<'_>) -> Result<Result<()>> {
+        let base = copying.intent.subject.base.as_ref().map(|base| base.snapshot_id.clone());
+        let query = |target: &str| match base.clone() {
+            None => Query::Allocated { snapshot: target.to_owned() },
+            Some(base) => Query::Delta { base, target: target.to_owned() },
+        };
+        match self {
+            Self::Driver { connection, snapshot } => {
+                by_driver(connection, snapshot, query(&snapshot.snapshot_id), copying).await
+            }
+            Self::Kubernetes { options, cluster, snapshot, device } => {
+                let cluster = ClusterArgs::clone(cluster).base_by_handle(base.is_some());
+                let starting_offset = i64::try_from(copying.writer.end())?;
+                let window = Window { starting_offset, max_results: 0 };
+                let copy = Copy { copying, device };
+                cluster::list(options, cluster, query(snapshot), window, copy).await.map(Ok)
+            }
+        }
+    }
+}
+
+async fn by_driver(
+    connection: &Connection,
+    snapshot: &csi::Snapshot,
+    query: Query,
+    mut copying: Copying<'_>,
+) -> Result<Result<()>> {
+    let stop = copying.stop;
+    // First of all: what the driver refuses needs no volume.
+    let listing = Listing::open(connection, query, copying.writer.end());
+    let mut blocks = stop.wait(listing).await?.into_blocks();
+    let first = copying.begin(&mut blocks).await?;
+    let mut scratch = Scratch::start(connection).await?;
+    let copied = async {
+        let device = scratch.attach(connection, stop, snapshot).await?;
+        copying.copy(first, blocks, &device).await
+    }
+    .await;
+    let bounded = connection.until(Instant::now() + CLEAN_UP);
+    match (copied, scratch.clean(&bounded).await) {
+        (Ok(()), cleaned) => Ok(cleaned),
+        (Err(error), Ok(())) => Err(error),
+        (Err(error), Err(left)) => Err(error.context(format!("{left:#}"))),
+    }
+}
+
+/// Copies the blocks of a listing through Kubernetes.
+struct Copy<'c> {
+    copying: Copying<'c>,
+    device: &'c Path,
+}
+
+impl Consumer for Copy<'_> {
+    type Output = ();
+
+    async fn consume<S: Source>(mut self, map: BlockMap<S>) -> Result<()> {
+        let mut blocks = Blocks::new(map, self.copying.writer.end());
+        let first = self.copying.begin(&mut blocks).await?;
+        self.copying.copy(first, blocks, self.device).await
+    }
+}

@@ -26,6 +26,13 @@ same "kind of orders-1" "$made" '"\(.kind) \(.volume) \(.data_bytes)"' "full ord
 made=$(backup_command backup create files-1 --output json)
 same "kind of files-1" "$made" '"\(.kind) \(.volume)"' "full files"
 
+step "a mover pod that is deleted is replaced"
+backup_command backup create files-1 >/dev/null &
+mover_pod() { kubectl -n "$namespace" get pods --selector app.kubernetes.io/name=csi-loopback-mover -o name | grep .; }
+eventually mover_pod
+discard -n "$namespace" "$(mover_pod)"
+wait $!
+
 step "changes, a deleted base, incremental backups"
 in_pod orders 'dd if=/dev/urandom of=/device bs=4096 count=1 seek=9000 conv=notrunc,fsync 2>/dev/null'
 in_pod files 'echo new >/data/new; sync -f /data'
@@ -38,7 +45,7 @@ made=$(backup_command backup create orders-2 --base auto --output json)
 same "kind of orders-2" "$made" '"\(.kind) \(.data_bytes)"' "incremental 4096"
 made=$(backup_command backup create files-2 --base auto --output json)
 same "kind of files-2" "$made" .kind incremental
-equal "backups" 4 "$(backup_command backup list --output json | jq length)"
+equal "backups" 5 "$(backup_command backup list --output json | jq length)"
 [[ $(backup_command backup verify) == *"no damage found"* ]]
 
 step "restore to new claims, in block and in filesystem mode"

@@ -27,6 +27,8 @@ use crate::kubernetes::snapshot::VolumeSnapshotContent;
 use job::{Data, Work};
 
 const POLL: Duration = Duration::from_secs(1);
+/// Time that a cluster may take to create the pod of a Job.
+const POD_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of removing the Job.
 const CLEAN_UP: Duration = Duration::from_secs(60);
 /// Bytes of the pod's output to read: far more than any result has.
@@ -185,7 +187,8 @@ impl<'m> Mover<'m> {
     /// The output of the Job's pod, when it has succeeded.
     async fn finished(&self, name: &str) -> Result<String> {
         let what = self.what(name);
-        let start_by = Instant::now() + self.options.timeout;
+        let begun = Instant::now();
+        let start_by = begun + self.options.timeout;
         let mut noted = String::new();
         loop {
             let state = async {
@@ -201,6 +204,7 @@ impl<'m> Mover<'m> {
                 Ok((None, pod)) => {
                     let waiting = match &pod {
                         Some(pod) => job::waiting(pod),
+                        None if begun.elapsed() < POD_DELAY => None,
                         None => Some(format!("{what} has no pod yet; {}", self.account_step())),
                     };
                     if let Some(waiting) = waiting {

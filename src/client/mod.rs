@@ -71,7 +71,7 @@ pub struct Options {
     /// Socket of the driver [env: CSI_ENDPOINT] [default: unix:///run/csi-loopback/csi.sock]
     #[arg(long, global = true, help_heading = HEADING, value_name = "unix://PATH")]
     endpoint: Option<SocketPath>,
-    /// Time limit of the command; of each call for `snapshot verify`
+    /// Time limit of the command; of each call for `snapshot verify`, `backup` and `restore`
     #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING, value_name = "TIME")]
     pub(crate) timeout: Duration,
     #[command(flatten)]

@@ -92,7 +92,7 @@ fi
 
 # --- Format, lints, licenses ------------------------------------------------------------------------
 
-phase checks 30
+phase checks "$(if_cold 45 30)"
 if ! cargo_component rustfmt fmt; then
     skip 1 "cargo fmt" "rustfmt is missing and could not be installed"
 else

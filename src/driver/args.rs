@@ -43,6 +43,18 @@ pub struct Args {
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
 
+    /// Second socket that serves only snapshot metadata, for the sidecar
+    #[arg(long, value_name = "SOCKET")]
+    pub metadata_endpoint: Option<SocketPath>,
+
+    /// Group of the second socket, by name or number [default: the driver's group]
+    #[arg(long, requires = "metadata_endpoint", value_name = "GROUP")]
+    pub metadata_socket_group: Option<String>,
+
+    /// Directory that staging and target paths must be in, such as /var/lib/kubelet [default: any]
+    #[arg(long, value_name = "DIR")]
+    pub target_root: Option<PathBuf>,
+
     /// Name of the driver: the CSIDriver object and the provisioner of storage classes
     #[arg(long, default_value = "loopback.csi.local", value_parser = driver_name, value_name = "NAME")]
     pub driver_name: String,

@@ -25,7 +25,7 @@ pub fn publish(
     req: csi::NodePublishVolumeRequest,
 ) -> Result<csi::NodePublishVolumeResponse, Status> {
     let handle = request::id("volume_id", &req.volume_id)?;
-    let target = request::path("target_path", &req.target_path)?;
+    let target = plugin.node_path("target_path", &req.target_path)?;
     request::keys("publish_context", &req.publish_context, &[])?;
     let (request, content) = inline_request(&req)?;
     // Existing volumes are served regardless of the flag.

@@ -21,6 +21,7 @@ pub(crate) mod group_controller;
 mod health;
 mod identity;
 pub(crate) mod inline;
+mod metadata_socket;
 mod node;
 mod pool_admin;
 pub(crate) mod request;
@@ -31,8 +32,11 @@ mod snapshot_deltas;
 pub(crate) mod snapshot_metadata;
 mod status;
 pub(crate) mod stream;
+mod target_root;
 pub(crate) mod topology;
 mod volume_admin;
+
+use std::path::PathBuf;
 
 use tonic::{Request, Response, Status};
 
@@ -41,10 +45,11 @@ pub use args::Args;
 pub use args::{DeferArgs, FaultArgs, InlineArgs};
 pub use server::run;
 
-use crate::backend::{Backend, Style};
+use crate::backend::{self, Backend, Style};
 use crate::telemetry::shutdown::Shutdown;
 use call::{Calls, Describe, Subject};
 use fault::Faults;
+use target_root::TargetRoot;
 use topology::NodeTopology;
 
 /// State that all services share. Clones refer to the same backend and counters.
@@ -62,9 +67,16 @@ pub struct Plugin {
     /// Whether new inline volumes are created (`--inline`). Existing ones are always served.
     new_inline_volumes: bool,
     deferrals: deferral::Deferrals,
+    /// Confines the paths of NodeStageVolume and NodePublishVolume.
+    target_root: Option<TargetRoot>,
 }
 
 impl Plugin {
+    /// A path where this driver mounts, see [`TargetRoot`].
+    fn node_path(&self, field: &'static str, value: &str) -> backend::Result<PathBuf> {
+        TargetRoot::path(self.target_root.as_ref(), field, value)
+    }
+
     /// Runs a unary call; `method` is the name of the RPC.
     async fn call<Q, R>(
         &self,

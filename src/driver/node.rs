@@ -130,7 +130,7 @@ fn stage(
     req: csi::NodeStageVolumeRequest,
 ) -> Result<csi::NodeStageVolumeResponse, Status> {
     let id = request::id("volume_id", &req.volume_id)?;
-    let staging = request::path("staging_target_path", &req.staging_target_path)?;
+    let staging = plugin.node_path("staging_target_path", &req.staging_target_path)?;
     let capability = capability(req.volume_capability.as_ref())?;
     request::volume_context(&req.volume_context)?;
     request::keys("publish_context", &req.publish_context, &[])?;
@@ -159,7 +159,7 @@ fn publish(plugin: &Plugin, req: PublishRequest) -> Result<csi::NodePublishVolum
         return inline::publish(plugin, req);
     }
     let id = request::id("volume_id", &req.volume_id)?;
-    let target = request::path("target_path", &req.target_path)?;
+    let target = plugin.node_path("target_path", &req.target_path)?;
     let capability = capability(req.volume_capability.as_ref())?;
     let was_deferred = request::volume_context(&req.volume_context)?;
     request::keys("publish_context", &req.publish_context, &[])?;
@@ -168,7 +168,7 @@ fn publish(plugin: &Plugin, req: PublishRequest) -> Result<csi::NodePublishVolum
         let missing = "staging_target_path: is required; stage the volume first".to_owned();
         return Err(Error::Precondition(missing).into());
     }
-    let staging = request::path("staging_target_path", &req.staging_target_path)?;
+    let staging = plugin.node_path("staging_target_path", &req.staging_target_path)?;
     // Report a missing volume before other errors.
     plugin.backend.volume(id)?;
     let deferred = deferral::from_publish(&req, &capability, deferral::Volume::Persistent)?;

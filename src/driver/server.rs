@@ -4,8 +4,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use anyhow::Context as _;
 use tokio::task::spawn_blocking;
+use tokio::try_join;
 use tonic::transport::Server;
 
 use super::Plugin;
@@ -14,6 +15,8 @@ use super::call::Calls;
 use super::deferral::Deferrals;
 use super::fault::Faults;
 use super::gauges::Gauges;
+use super::metadata_socket;
+use super::target_root::TargetRoot;
 use super::topology::NodeTopology;
 use crate::backend::{self, Backend, Config, FreezeGuard};
 use crate::grpc::{reflection, serve, socket};
@@ -47,17 +50,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     args.role.clone().run_blocking(BLOCKING_THREADS, |shutdown| serve(args, shutdown))
 }
 
-/// A delta over a long chain of snapshots keeps one file open per snapshot.
-fn raise_file_limit() {
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
-    if let Err(error) = raised {
-        tracing::warn!(%error, "failed to raise the open file limit");
-    }
-}
-
 async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
-    raise_file_limit();
     let guard = args.freeze_guard();
     if std::process::id() == 1 && matches!(guard, FreezeGuard::Child { .. }) {
         tracing::warn!(
@@ -69,6 +62,9 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         endpoint,
         socket_mode,
         socket_group,
+        metadata_endpoint,
+        metadata_socket_group,
+        target_root,
         driver_name,
         node_id,
         data_dir,
@@ -102,7 +98,11 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let path = endpoint.as_ref();
     // Detect addresses in use before a new pool is created.
     http::try_listen(role.http_endpoint.as_ref()).await?;
-    socket::try_listen(path, socket_group.as_deref())?;
+    socket::try_listen(path, socket_group.as_deref()).context("--endpoint")?;
+    if let Some(path) = &metadata_endpoint {
+        let tried = socket::try_listen(path.as_ref(), metadata_socket_group.as_deref());
+        tried.context("--metadata-endpoint")?;
+    }
     // Open the backend before the socket exists: its lock rejects a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
     let metrics = Metrics::new(vec![Box::new(Gauges::new(backend.clone()))]);
@@ -118,9 +118,15 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         snapshot_deltas: enable_snapshot_deltas,
         new_inline_volumes: inline.new,
         deferrals: Deferrals::new(defer.enable_defer_fs_ops, metrics.clone()),
+        target_root: target_root.map(TargetRoot),
     };
     let pages = Pages::new(health(&backend), Arc::new(move || metrics.scrape()));
     role.serve_http(pages, &shutdown).await?;
+    // First, so that it exists when the CSI socket does.
+    let group = metadata_socket_group.as_deref();
+    let metadata = metadata_endpoint
+        .map(|path| socket::listen(path.as_ref(), socket_mode, group))
+        .transpose()?;
     let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -131,7 +137,13 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         "serving CSI"
     );
     spawn_housekeeping(&backend, &shutdown);
-    serve::until_shutdown(router(plugin)?, listener, &calls, &shutdown).await
+    let metadata = async {
+        let Some((listener, _guard)) = metadata else { return Ok(()) };
+        let router = metadata_socket::router(plugin.clone())?;
+        serve::until_shutdown(router, listener, &calls, &shutdown).await
+    };
+    let csi = serve::until_shutdown(router(plugin.clone())?, listener, &calls, &shutdown);
+    try_join!(csi, metadata).map(drop)
 }
 
 /// The services that the socket serves, as reflection lists them.

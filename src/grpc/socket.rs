@@ -144,13 +144,13 @@ fn check_not_in_use(path: &Path) -> anyhow::Result<()> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error).with_context(|| format!("failed to inspect {shown}")),
         Ok(found) if !found.file_type().is_socket() => {
-            bail!("{shown} exists and is not a socket; remove it or choose another --endpoint")
+            bail!("{shown} exists and is not a socket; remove it or choose another path")
         }
         Ok(_) => {}
     }
     match UnixStream::connect(path) {
         Ok(_) => {
-            bail!("{shown} is in use by another process; stop it or choose another --endpoint")
+            bail!("{shown} is in use by another process; stop it or choose another path")
         }
         Err(error)
             if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound) =>
@@ -180,7 +180,12 @@ fn group_id(group: &str) -> anyhow::Result<u32> {
     }
     let found = Group::from_name(group)
         .with_context(|| format!("failed to look up the group {group:?}"))?;
-    Ok(found.with_context(|| format!("--socket-group: unknown group {group:?}"))?.gid.as_raw())
+    Ok(found
+        .with_context(|| {
+            format!("unknown group {group:?} of --socket-group or --metadata-socket-group")
+        })?
+        .gid
+        .as_raw())
 }
 
 #[cfg(test)]

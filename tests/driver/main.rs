@@ -23,6 +23,7 @@ mod lists;
 mod logs;
 mod many_pools;
 mod metadata;
+mod metadata_socket;
 mod node;
 mod node_proxy_forwarding;
 mod pool_admin;

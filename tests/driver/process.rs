@@ -461,18 +461,8 @@ fn environment_variables_set_socket_and_node() {
             .spawn()
             .unwrap();
         wait_for("the socket exists", || socket.exists());
-        let req = driver.block_on(async {
-            let channel = tonic::transport::Endpoint::from_static("http://localhost")
-                .connect_with_connector(tower::service_fn(move |_: tonic::transport::Uri| {
-                    let socket = socket.clone();
-                    async move {
-                        let stream = tokio::net::UnixStream::connect(socket).await;
-                        stream.map(hyper_util::rt::TokioIo::new)
-                    }
-                }))
-                .await?;
-            Ok::<_, Box<dyn std::error::Error>>(csi::NodeGetInfoRequest {}.send(channel).await?)
-        });
+        let channel = driver.channel_to(socket);
+        let req = driver.block_on(csi::NodeGetInfoRequest {}.send(channel));
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(req.unwrap().node_id, "node-of-environment");

@@ -232,16 +232,19 @@ impl Driver {
             }
             thread::sleep(Duration::from_millis(2));
         }
-        let socket = self.socket();
+        self.channel = Some(self.channel_to(self.socket()));
+        Ok(())
+    }
+
+    /// A connection to another socket.
+    pub fn channel_to(&self, socket: PathBuf) -> Channel {
         let _inside = self.runtime.enter();
-        let channel = Endpoint::from_static("http://localhost")
+        Endpoint::from_static("http://localhost")
             .initial_stream_window_size(WINDOW)
             .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
                 let socket = socket.clone();
                 async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-            }));
-        self.channel = Some(channel);
-        Ok(())
+            }))
     }
 
     /// Runs a second driver with other `flags`, which must end by itself.

@@ -1,0 +1,76 @@
+//! `--target-root`: confines staging and target paths to kubelet's directory, so that a client of the
+//! CSI socket cannot mount volumes over other directories of the host.
+
+use std::path::{Path, PathBuf};
+
+use super::request;
+use crate::backend::{Error, Result};
+
+/// The directory that staging and target paths must be in.
+#[derive(Debug, Clone)]
+pub struct TargetRoot(pub PathBuf);
+
+impl TargetRoot {
+    /// A required path in the directory, or, without a directory, any absolute path.
+    pub fn path(root: Option<&Self>, field: &'static str, value: &str) -> Result<PathBuf> {
+        let path = request::path(field, value)?;
+        if let Some(Self(root)) = root
+            && !is_inside(root, &path)
+        {
+            let problem = format!("is not in the directory {} of --target-root", root.display());
+            return Err(Error::invalid(field, problem));
+        }
+        Ok(path)
+    }
+}
+
+/// Whether the existing part of the path is in the directory. Symbolic links are resolved: a pod
+/// may have made them in its own volumes.
+fn is_inside(root: &Path, path: &Path) -> bool {
+    let Ok(root) = root.canonicalize() else { return false };
+    let existing = path.ancestors().find(|part| part.symlink_metadata().is_ok());
+    let existing = existing.and_then(|part| part.canonicalize().ok());
+    existing.is_some_and(|existing| existing.starts_with(root))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_path_outside_the_root_is_refused_also_through_a_link() {
+        let directory = tempfile::tempdir().unwrap();
+        let base = directory.path();
+        let root = base.join("kubelet");
+        fs::create_dir_all(root.join("pods/a")).unwrap();
+        fs::create_dir(base.join("kubelet-2")).unwrap();
+        symlink(base.join("kubelet-2"), root.join("pods/a/out")).unwrap();
+        symlink(base.join("missing"), root.join("pods/a/dangling")).unwrap();
+        symlink(&root, base.join("link")).unwrap();
+        let refused = |root: &Path, path: &str| {
+            let root = TargetRoot(root.to_owned());
+            let path = base.join(path);
+            TargetRoot::path(Some(&root), "target_path", path.to_str().unwrap()).is_err()
+        };
+        for inside in ["kubelet/pods/a", "kubelet/pods/b/mount", "link/pods/a/mount"] {
+            assert!(!refused(&root, inside), "{inside}");
+        }
+        assert!(!refused(&base.join("link"), "kubelet/pods/a"));
+        for outside in [
+            "other",
+            "kubelet-2/a",
+            "kubelet/pods/a/out",
+            "kubelet/pods/a/out/mount",
+            "kubelet/pods/a/dangling",
+            "kubelet/pods/a/dangling/mount",
+        ] {
+            assert!(refused(&root, outside), "{outside}");
+        }
+        assert!(refused(&base.join("missing"), "missing/a"));
+        TargetRoot::path(None, "target_path", "/other").unwrap();
+        TargetRoot::path(None, "target_path", "other").unwrap_err();
+    }
+}

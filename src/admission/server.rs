@@ -15,9 +15,10 @@ use super::metrics::Metrics;
 use super::policy::{Policies, PolicyError};
 use super::validator::Validator;
 use super::webhooks;
+use crate::kubernetes::https::{self, Bounds, refuse_in_text};
 use crate::kubernetes::publish::maintain;
+use crate::kubernetes::tls;
 use crate::kubernetes::webhook_configuration::CaBundle;
-use crate::kubernetes::{https, tls};
 use crate::telemetry::http::Pages;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -49,8 +50,9 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     args.role.serve_http(pages(&policies, &metrics), &shutdown).await?;
     let driver = &args.driver_name;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, namespace, driver, "serving webhooks");
-    let routes = webhooks::routes(&validator, &metrics);
-    https::serve(incoming, routes, webhooks::LIMITS, shutdown.clone()).await;
+    let bounds = Bounds::new(webhooks::LIMITS);
+    let routes = bounds.around(webhooks::routes(&validator, &metrics), refuse_in_text);
+    https::serve(incoming, routes, webhooks::LIMITS.request, shutdown.clone()).await;
     tracing::info!("stopped");
     Ok(())
 }

@@ -129,8 +129,8 @@ async fn serve_api<C: DeltaService>(
     tracing::info!(%address, "serving the API");
     let Served { front_proxy, metrics, deltas } = served;
     let routes = routes(deltas, front_proxy, metrics, shutdown.clone());
-    let (limits, refuse) = (routes::LIMITS, routes::refuse);
-    Ok(tokio::spawn(https::serve_with(incoming, routes, limits, refuse, shutdown.clone())))
+    let longest = routes::LIMITS.request;
+    Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }
 
 /// Health and metrics.

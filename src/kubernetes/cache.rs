@@ -57,11 +57,27 @@ pub type Index<K> = fn(&K) -> Option<Cow<'_, str>>;
 /// Returns the API of a namespace.
 type Of<K> = Arc<dyn Fn(&str) -> Api<K> + Send + Sync>;
 
+/// The clients of a cache. Separate clients have separate rate limits, so that lookups do not delay
+/// the watch, which shares its client with leases and other work of the role itself.
+#[derive(Clone)]
+pub struct Clients {
+    pub watch: Client,
+    /// For lookups and lists while the watch is not running.
+    pub lookups: Client,
+}
+
+impl From<&Client> for Clients {
+    fn from(client: &Client) -> Self {
+        Self { watch: client.clone(), lookups: client.clone() }
+    }
+}
+
 /// The objects of one watch. Clones share them.
 pub struct Cache<K> {
     state: Arc<RwLock<State<K>>>,
     index: Index<K>,
     of: Of<K>,
+    /// For lists without the watch.
     all: Api<K>,
     listed: Arc<Mutex<Option<Listed<K>>>>,
     changes: watch::Sender<u64>,
@@ -110,11 +126,23 @@ impl<K: Object> Cache<K> {
         index: Index<K>,
         shutdown: Shutdown,
     ) -> Self {
+        Self::watching(all.clone(), all, of, select, index, shutdown)
+    }
+
+    /// Like [`Cache::start`], with a separate client in `watched`, which only watches.
+    fn watching(
+        watched: Api<K>,
+        all: Api<K>,
+        of: impl Fn(&str) -> Api<K> + Send + Sync + 'static,
+        select: watcher::Config,
+        index: Index<K>,
+        shutdown: Shutdown,
+    ) -> Self {
         let state = State { live: false, objects: HashMap::new(), indexed: HashMap::new() };
         let (state, changes) = (Arc::new(RwLock::new(state)), watch::Sender::new(0));
         let listed = Arc::new(Mutex::new(None));
         let cache = Self { state, index, of: Arc::new(of), all, listed, changes };
-        tokio::spawn(cache.clone().follow(select, shutdown));
+        tokio::spawn(cache.clone().follow(watched, select, shutdown));
         cache
     }
 
@@ -220,11 +248,11 @@ impl<K: Object> Cache<K> {
         self.changes.subscribe()
     }
 
-    async fn follow(self, select: watcher::Config, shutdown: Shutdown) {
+    async fn follow(self, watched: Api<K>, select: watcher::Config, shutdown: Shutdown) {
         let mut pause = FIRST_PAUSE;
         loop {
             tokio::select! {
-                error = self.watch(&select) => {
+                error = self.watch(&watched, &select) => {
                     self.write().live = false;
                     if has_run(&error) {
                         pause = FIRST_PAUSE;
@@ -241,8 +269,8 @@ impl<K: Object> Cache<K> {
     }
 
     /// Applies the events of one watch until it breaks.
-    async fn watch(&self, select: &watcher::Config) -> watcher::Error {
-        let mut events = pin!(watcher::watcher(self.all.clone(), select.clone()));
+    async fn watch(&self, watched: &Api<K>, select: &watcher::Config) -> watcher::Error {
+        let mut events = pin!(watcher::watcher(watched.clone(), select.clone()));
         let mut listed = Vec::new();
         loop {
             match events.next().await {
@@ -331,18 +359,23 @@ fn has_run(error: &watcher::Error) -> bool {
 }
 
 /// A cache of all objects in the cluster, for a namespaced kind.
-pub fn of_all_namespaces<K>(client: &Client, index: Index<K>, shutdown: Shutdown) -> Cache<K>
+pub fn of_all_namespaces<K>(
+    clients: impl Into<Clients>,
+    index: Index<K>,
+    shutdown: Shutdown,
+) -> Cache<K>
 where
     K: Object + Resource<Scope = kube::core::NamespaceResourceScope>,
 {
-    let one = client.clone();
-    let of = move |namespace: &str| Api::namespaced(one.clone(), namespace);
-    Cache::start(Api::all(client.clone()), of, watcher::Config::default(), index, shutdown)
+    let Clients { watch, lookups } = clients.into();
+    let all = Api::all(lookups.clone());
+    let of = move |namespace: &str| Api::namespaced(lookups.clone(), namespace);
+    Cache::watching(Api::all(watch), all, of, watcher::Config::default(), index, shutdown)
 }
 
 /// A cache of the objects that `select` selects, for a cluster-scoped kind.
 pub fn of_cluster<K>(
-    client: &Client,
+    clients: impl Into<Clients>,
     select: watcher::Config,
     index: Index<K>,
     shutdown: Shutdown,
@@ -350,9 +383,10 @@ pub fn of_cluster<K>(
 where
     K: Object + Resource<Scope = kube::core::ClusterResourceScope>,
 {
-    let all: Api<K> = Api::all(client.clone());
+    let Clients { watch, lookups } = clients.into();
+    let all: Api<K> = Api::all(lookups);
     let one = all.clone();
-    Cache::start(all, move |_| one.clone(), select, index, shutdown)
+    Cache::watching(Api::all(watch), all, move |_| one.clone(), select, index, shutdown)
 }
 
 impl Key {

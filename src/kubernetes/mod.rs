@@ -17,6 +17,7 @@ pub mod https;
 pub mod leader;
 pub mod metadata_service;
 pub mod name;
+pub mod peer_limit;
 pub mod publish;
 pub mod review;
 pub mod secret;

@@ -1,6 +1,7 @@
 //! Authentication and authorization by TokenReview and SubjectAccessReview. Granted reviews are
 //! cached for a configurable time, during which a revoked token or permission may still pass.
-//! Refusals are not cached. Only hashes of tokens are kept.
+//! Refused tokens are cached for [`REFUSED_TTL`], refused permissions are not. Only hashes of tokens
+//! are kept. Token reviews are limited per client ([`PeerLimit`]), because every client can cause them.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,9 +21,14 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use super::cache::in_time;
+use super::client::Overloaded;
+use super::peer_limit::PeerLimit;
+use crate::telemetry::peer::Peer;
 
-/// Maximum number of cached tokens and of cached permissions.
+/// Maximum number of cached tokens, of refused tokens, and of cached permissions.
 const MAX_CACHED: u64 = 10_000;
+/// Time to cache a refused token.
+const REFUSED_TTL: Duration = Duration::from_secs(5);
 
 /// Why a review did not grant the request.
 #[derive(Debug, Clone)]
@@ -40,6 +46,9 @@ pub struct Reviewer {
     /// Time to cache granted reviews.
     ttl: Duration,
     users: Cache<[u8; 32], Grant>,
+    /// Refused tokens, with the reason.
+    refused: Cache<[u8; 32], String>,
+    peers: PeerLimit,
     permissions: Cache<[u8; 32], ()>,
 }
 
@@ -66,17 +75,27 @@ pub struct Action<'a> {
 
 impl Reviewer {
     pub fn new(client: Client, ttl: Duration) -> Self {
-        Self { client, ttl, users: cache(ttl), permissions: cache(ttl) }
+        let (users, permissions) = (cache(ttl), cache(ttl));
+        let (refused, peers) = (cache(REFUSED_TTL), PeerLimit::default());
+        Self { client, ttl, users, refused, peers, permissions }
     }
 
-    /// The user of a token that is valid for this audience.
-    pub async fn authenticate(&self, token: &str, audience: &str) -> Result<Arc<UserInfo>, Denied> {
-        if self.ttl.is_zero() {
-            return Ok(self.review_token(token, audience).await?.user);
-        }
+    /// The user of a token that is valid for this audience. `peer` sent the token.
+    pub async fn authenticate(
+        &self,
+        token: &str,
+        audience: &str,
+        peer: Peer,
+    ) -> Result<Arc<UserInfo>, Denied> {
         let key = digest(&[audience, token]);
+        if let Some(reason) = self.refused.get(&key).await {
+            return Err(Denied::Refused(reason));
+        }
+        if self.ttl.is_zero() {
+            return Ok(self.review_token(key, token, audience, peer).await?.user);
+        }
         for _ in 0..2 {
-            let review = self.review_token(token, audience);
+            let review = self.review_token(key, token, audience, peer);
             let grant = self
                 .users
                 .try_get_with(key, review)
@@ -90,7 +109,15 @@ impl Reviewer {
         Err(Denied::Refused("the token has expired".into()))
     }
 
-    async fn review_token(&self, token: &str, audience: &str) -> Result<Grant, Denied> {
+    async fn review_token(
+        &self,
+        key: [u8; 32],
+        token: &str,
+        audience: &str,
+        peer: Peer,
+    ) -> Result<Grant, Denied> {
+        let turn = self.peers.turn(peer).await;
+        let _turn = turn.ok_or_else(|| unknown(kube::Error::Service(Overloaded.into())))?;
         let spec = TokenReviewSpec {
             token: Some(token.to_owned()),
             audiences: Some(vec![audience.to_owned()]),
@@ -98,8 +125,13 @@ impl Reviewer {
         let review = TokenReview { spec, ..TokenReview::default() };
         let api: Api<TokenReview> = Api::all(self.client.clone());
         let answer = in_time(api.create(&PostParams::default(), &review)).await.map_err(unknown)?;
-        let user = Arc::new(granted(answer.status.unwrap_or_default(), audience)?);
-        Ok(Grant { user, expires: expiry(token) })
+        match granted(answer.status.unwrap_or_default(), audience) {
+            Ok(user) => Ok(Grant { user: Arc::new(user), expires: expiry(token) }),
+            Err(reason) => {
+                self.refused.insert(key, reason.clone()).await;
+                Err(Denied::Refused(reason))
+            }
+        }
     }
 
     /// Whether the user may perform the action.
@@ -146,16 +178,15 @@ impl Reviewer {
     }
 }
 
-/// The user, if the API server accepts the token for the audience.
-fn granted(status: TokenReviewStatus, audience: &str) -> Result<UserInfo, Denied> {
+/// The user, or why the API server does not accept the token for the audience.
+fn granted(status: TokenReviewStatus, audience: &str) -> Result<UserInfo, String> {
     if status.authenticated != Some(true) {
-        let reason = "it is not valid, has expired, or is for another audience";
-        return Err(Denied::Refused(reason.into()));
+        return Err("it is not valid, has expired, or is for another audience".into());
     }
     // An authenticator without audiences omits them; the token may then be meant for the API server
     // itself.
     if !status.audiences.unwrap_or_default().iter().any(|one| one == audience) {
-        return Err(Denied::Refused("it is for another audience".into()));
+        return Err("it is for another audience".into());
     }
     Ok(status.user.unwrap_or_default())
 }

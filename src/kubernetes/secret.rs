@@ -1,5 +1,6 @@
 //! The content of a Secret for a driver, in a type that does not print.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fmt;
 
@@ -35,10 +36,13 @@ impl Secrets {
         self.0.clone()
     }
 
-    /// Replaces all values in `text`, in case a driver quotes them.
+    /// Replaces all values in `text`, in case a driver quotes them. The longest one first: a value
+    /// that is a part of another would leave the rest of it readable.
     pub fn hide(&self, text: &str) -> String {
         let values = self.0.values().filter(|value| value.len() >= SHORTEST_HIDDEN);
-        values.fold(text.to_owned(), |text, value| text.replace(value.as_str(), HIDDEN))
+        let mut values: Vec<_> = values.collect();
+        values.sort_unstable_by_key(|value| Reverse(value.len()));
+        values.iter().fold(text.to_owned(), |text, value| text.replace(value.as_str(), HIDDEN))
     }
 }
 
@@ -59,5 +63,14 @@ mod tests {
         let text = secrets.hide("login of backup-user with hunter2 failed (abc)");
         assert_eq!(text, "login of [hidden] with [hidden] failed (abc)");
         assert_eq!(format!("{secrets:?}"), "3 secrets");
+    }
+
+    #[test]
+    fn a_value_that_is_part_of_another_leaves_nothing_of_it() {
+        // Many values, because the order of a map is random.
+        let entries: [(String, String); 9] =
+            std::array::from_fn(|one| (one.to_string(), "hunter2-and-more"[..8 + one].to_owned()));
+        let secrets = Secrets(entries.into());
+        assert_eq!(secrets.hide("hunter2-and-more, hunter2-and"), "[hidden], [hidden]");
     }
 }

@@ -17,12 +17,13 @@ use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
 use super::{clean_up, webhook};
+use crate::kubernetes::https::{self, Bounds, refuse_in_text};
 use crate::kubernetes::leader::{Election, candidate_name, while_leading};
 use crate::kubernetes::publish::maintain;
 use crate::kubernetes::session::SnapshotSessionData;
 use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::webhook_configuration::CaBundle;
-use crate::kubernetes::{cache, https, tls};
+use crate::kubernetes::{cache, tls};
 use crate::telemetry::http::Pages;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -87,8 +88,9 @@ async fn serve_webhook(
         tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the webhook");
-    let routes = webhook::routes(reviews);
-    Ok(tokio::spawn(https::serve(incoming, routes, webhook::LIMITS, shutdown.clone())))
+    let routes = Bounds::new(webhook::LIMITS).around(webhook::routes(reviews), refuse_in_text);
+    let longest = webhook::LIMITS.request;
+    Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }
 
 fn context(

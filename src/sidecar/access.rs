@@ -12,6 +12,7 @@ use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::metadata_service::SnapshotMetadataService;
 use crate::kubernetes::review::{Action, Denied, Reviewer};
 use crate::kubernetes::snapshot::GROUP;
+use crate::telemetry::peer::Peer;
 
 /// Source of the audience that tokens must have.
 #[derive(Clone)]
@@ -56,9 +57,13 @@ pub struct Caller<'g> {
 
 impl Authenticator {
     /// Returns the token's user, or the refusal of a token that the API server rejects.
-    pub async fn authenticate(&self, request: &MetadataRequest) -> Result<Caller<'_>, Refusal> {
+    pub async fn authenticate(
+        &self,
+        request: &MetadataRequest,
+        peer: Peer,
+    ) -> Result<Caller<'_>, Refusal> {
         let audience = self.audience.current().await?;
-        match self.reviewer.authenticate(request.token.reveal(), &audience).await {
+        match self.reviewer.authenticate(request.token.reveal(), &audience, peer).await {
             Ok(user) => Ok(Caller { reviewer: &self.reviewer, user }),
             Err(Denied::Refused(reason)) => Err(Refusal::new(
                 Reason::Unauthenticated,

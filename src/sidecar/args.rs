@@ -80,6 +80,10 @@ pub struct Args {
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
     pub max_streams: u32,
 
+    /// End a response stream that its client does not read for this long (0s: never)
+    #[arg(long, default_value = "30s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub stall_timeout: Duration,
+
     /// Time to cache a granted token or permission review, the maximum delay of a revocation (0s:
     /// do not cache)
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration, value_name = "TIME")]
@@ -139,6 +143,11 @@ impl Args {
             self.max_streaming_duration_min = DEFAULT_LONGEST;
         }
         self
+    }
+
+    /// `--max-streaming-duration-min`.
+    pub fn max_duration(&self) -> Duration {
+        Duration::from_secs(self.max_streaming_duration_min * 60)
     }
 
     /// # Errors

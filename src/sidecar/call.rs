@@ -10,6 +10,7 @@ use tonic::{Code, Status};
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
 use crate::grpc::{code_name, truncate};
+use crate::telemetry::log_budget::LogBudget;
 
 /// Maximum bytes of a name in the log.
 const MAX_LOGGED: usize = 253;
@@ -19,6 +20,8 @@ pub struct Call {
     operation: Operation,
     metrics: Metrics,
     denied_as: Code,
+    /// Limits the lines of calls with invalid tokens, which any client can make.
+    invalid_tokens: Arc<LogBudget>,
     started: Instant,
     namespace: String,
     target: String,
@@ -35,11 +38,18 @@ pub struct Call {
 }
 
 impl Call {
-    pub fn begin(operation: Operation, metrics: Metrics, denied_as: Code, running: Permit) -> Self {
+    pub fn begin(
+        operation: Operation,
+        metrics: Metrics,
+        denied_as: Code,
+        invalid_tokens: Arc<LogBudget>,
+        running: Permit,
+    ) -> Self {
         Self {
             operation,
             metrics,
             denied_as,
+            invalid_tokens,
             started: Instant::now(),
             namespace: String::new(),
             target: String::new(),
@@ -99,11 +109,11 @@ impl Call {
             _ => refusal.status(),
         };
         self.metrics.refused(refusal.reason.label());
-        self.end(status.code(), Some(refusal.reason.label()), Some(status.message()));
+        self.end(status.code(), Some(refusal.reason), Some(status.message()));
         status
     }
 
-    fn end(&mut self, code: Code, reason: Option<&'static str>, error: Option<&str>) {
+    fn end(&mut self, code: Code, reason: Option<Reason>, error: Option<&str>) {
         if std::mem::replace(&mut self.ended, true) {
             return;
         }
@@ -115,7 +125,17 @@ impl Call {
         self.log(code, reason, error, duration);
     }
 
-    fn log(&self, code: Code, reason: Option<&str>, error: Option<&str>, duration: Duration) {
+    fn log(&self, code: Code, reason: Option<Reason>, error: Option<&str>, duration: Duration) {
+        let omitted = match reason {
+            Some(Reason::Unauthenticated | Reason::SessionInvalid) => {
+                match self.invalid_tokens.line() {
+                    Some(omitted) => omitted,
+                    None => return,
+                }
+            }
+            _ => 0,
+        };
+        let reason = reason.map(Reason::label);
         macro_rules! line {
             ($level:expr) => {
                 tracing::event!(
@@ -133,6 +153,7 @@ impl Call {
                     code = code_name(code),
                     reason,
                     error,
+                    omitted = (omitted > 0).then_some(omitted),
                     "call"
                 )
             };

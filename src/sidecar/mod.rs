@@ -25,6 +25,7 @@ mod secrets;
 mod server;
 mod service;
 mod session;
+mod stream_limit;
 
 pub use args::Args;
 pub use server::run;

@@ -2,20 +2,23 @@
 //! the driver only when the client reads, so that flow control works end to end. The stream ends
 //! successfully only if the driver reports success.
 
+use std::future::pending;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::{Code, Status};
 
-use super::call::{Call, Permit};
+use super::call::Call;
 use super::check::StreamCheck;
 use super::driver_link::MetadataStream;
 use super::fields::{BLOCK_METADATA, Value, next_field};
 use super::refusal::{Reason, Refusal};
+use super::stream_limit::{StreamPermit, ended_for_others};
 use crate::grpc::RawMessage;
 use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
@@ -23,15 +26,36 @@ use crate::telemetry::shutdown::Shutdown;
 /// What ends a stream early.
 pub struct Limits {
     pub deadline: Instant,
+    /// Maximum time that the client does not read.
+    pub stall_timeout: Option<Duration>,
     pub shutdown: Shutdown,
 }
 
 impl Limits {
     /// Waits for the first limit.
-    async fn reached(self) -> Refusal {
+    async fn reached(self, state: &Mutex<State>, revoked: impl Future<Output = ()>) -> Refusal {
         tokio::select! {
             () = sleep_until(self.deadline) => too_long(),
+            () = revoked => ended_for_others(),
+            () = stalled(state, self.stall_timeout) => not_read(),
             () = self.shutdown.ending() => exiting(),
+        }
+    }
+}
+
+/// Waits until the client has not read for this time.
+async fn stalled(state: &Mutex<State>, time: Option<Duration>) {
+    let Some(time) = time else { return pending().await };
+    let mut next = Instant::now() + time;
+    loop {
+        sleep_until(next).await;
+        let unread = match &*lock(state) {
+            State::Open(open) => open.unread,
+            State::Over(_) => None,
+        };
+        next = unread.unwrap_or_else(Instant::now) + time;
+        if next <= Instant::now() {
+            return;
         }
     }
 }
@@ -58,7 +82,9 @@ struct Open {
     secrets: Secrets,
     call: Call,
     reader: Option<Waker>,
-    _stream: Permit,
+    /// Since when a message waits for the client to read. `None` while the client waits.
+    unread: Option<Instant>,
+    _stream: StreamPermit,
 }
 
 /// Converts a message of another API of the driver.
@@ -73,7 +99,7 @@ pub struct Opened {
     pub rewrite: Option<Rewrite>,
     /// The secrets that the driver received.
     pub secrets: Secrets,
-    pub stream: Permit,
+    pub stream: StreamPermit,
 }
 
 impl Open {
@@ -95,14 +121,16 @@ impl Relay {
     pub fn new(opened: Opened, limits: Limits, mut call: Call) -> Self {
         call.relaying();
         let Opened { answer: from, check, rewrite, secrets, stream } = opened;
-        let open = Open { from, check, rewrite, secrets, call, reader: None, _stream: stream };
+        let (unread, revoked) = (Some(Instant::now()), stream.revoked());
+        let open =
+            Open { from, check, rewrite, secrets, call, reader: None, unread, _stream: stream };
         let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
         let (done, ended) = oneshot::channel();
         let limited = state.clone();
         tokio::spawn(async move {
             tokio::select! {
                 _ = ended => {}
-                refusal = limits.reached() => terminate(&limited, &refusal),
+                refusal = limits.reached(&limited, revoked) => terminate(&limited, &refusal),
             }
         });
         Self { state, _done: done }
@@ -151,12 +179,14 @@ impl Stream for Relay {
             State::Over(status) => return Poll::Ready(status.take().map(Err)),
             State::Open(open) => match Pin::new(&mut open.from).poll_next(context) {
                 Poll::Pending => {
+                    open.unread = None;
                     open.reader = Some(context.waker().clone());
                     return Poll::Pending;
                 }
                 Poll::Ready(Some(Ok(message))) => match open.forward(message) {
                     Ok((message, extents)) => {
                         open.call.relayed(extents, message.0.len() as u64);
+                        open.unread = Some(Instant::now());
                         return Poll::Ready(Some(Ok(message)));
                     }
                     Err(refusal) => Some(refusal),
@@ -205,6 +235,13 @@ pub fn too_long() -> Refusal {
         Reason::TooLong,
         "the deadline of the call or --max-streaming-duration-min expired before the response was complete; resume \
          at starting_offset",
+    )
+}
+
+fn not_read() -> Refusal {
+    Refusal::new(
+        Reason::TooLong,
+        "the client did not read the response within --stall-timeout; resume at starting_offset",
     )
 }
 

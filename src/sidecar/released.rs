@@ -3,7 +3,6 @@
 //! sidecar").
 
 use tokio::sync::watch;
-use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::access::Authenticator;
@@ -12,8 +11,9 @@ use super::metrics::Operation;
 use super::refusal::Refusal;
 use super::relay::{Opened, Relay, exiting};
 use super::request::MetadataRequest;
-use super::service::{MetadataApi, Prepared, Sidecar};
+use super::service::{Context, MetadataApi, Prepared, Sidecar};
 use crate::proto::snapshotmetadata as api;
+use crate::telemetry::peer::Peer;
 use api::snapshot_metadata_server::SnapshotMetadata;
 
 /// The server of the API. Clones share all state.
@@ -35,12 +35,12 @@ impl MetadataApi for Released {
         &self,
         call: &mut Call,
         request: MetadataRequest,
-        deadline: Instant,
+        context: Context,
     ) -> Result<Opened, Refusal> {
         call.set_namespace(&request.namespace);
         call.set_snapshots(&request.target, request.base.as_deref());
-        let prepared = self.prepare(call, &request).await?;
-        self.sidecar.open_stream(prepared, None, deadline).await
+        let prepared = self.prepare(call, &request, context.peer).await?;
+        self.sidecar.open_stream(prepared, None, context.deadline).await
     }
 }
 
@@ -50,17 +50,19 @@ impl Released {
         &self,
         call: &mut Call,
         request: &MetadataRequest,
+        peer: Peer,
     ) -> Result<Prepared, Refusal> {
         let Sidecar { driver, resolver, .. } = &self.sidecar;
         let Some(authenticator) = self.authenticator.borrow().clone() else {
             // Without the driver's name the audience is unknown.
             return Err(driver.name().err().unwrap_or_else(exiting));
         };
-        let caller = authenticator.authenticate(request).await?;
+        let caller = authenticator.authenticate(request, peer).await?;
         call.set_user(caller.username());
         caller.authorize(&request.namespace).await?;
         let driver = driver.capable()?;
-        let stream = self.sidecar.stream()?;
+        let user = caller.username().unwrap_or_default();
+        let stream = self.sidecar.streams.acquire(user, &request.namespace)?;
         let target = resolver.target(&driver, &request.namespace, &request.target).await?;
         let base = match &request.base {
             Some(base) => Some(resolver.base(&driver, base, &target, &caller).await?),
@@ -80,15 +82,13 @@ impl SnapshotMetadata for Released {
         &self,
         request: Request<api::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Relay>, Status> {
-        let (metadata, _, request) = request.into_parts();
-        self.serve(Operation::Allocated, &metadata, MetadataRequest::allocated(request)).await
+        self.serve(Operation::Allocated, request, MetadataRequest::allocated).await
     }
 
     async fn get_metadata_delta(
         &self,
         request: Request<api::GetMetadataDeltaRequest>,
     ) -> Result<Response<Relay>, Status> {
-        let (metadata, _, request) = request.into_parts();
-        self.serve(Operation::Delta, &metadata, MetadataRequest::delta(request)).await
+        self.serve(Operation::Delta, request, MetadataRequest::delta).await
     }
 }

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use axum::http::StatusCode;
+use axum::response::Response;
 use kube::runtime::watcher;
 use kube::{Api, Client};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::Stream;
-use tonic::transport::Server;
-use tonic::transport::server::Router;
+use tonic::Status;
+use tonic::service::Routes;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
@@ -21,13 +23,16 @@ use super::bases::Bases;
 use super::call::ConcurrencyLimit;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
+use super::refusal::{Reason, Refusal};
 use super::released::Released;
 use super::resolve::Resolver;
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
+use super::stream_limit::StreamLimit;
 use super::{cbt_http, publish};
-use crate::kubernetes::cache::{self, Cache};
+use crate::kubernetes::cache::{self, Cache, Clients};
+use crate::kubernetes::https::{self, Bounds, Limits};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, maintain};
 use crate::kubernetes::review::Reviewer;
@@ -40,16 +45,13 @@ use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataSer
 use crate::telemetry::http::{self, HealthCheck, Pages};
 use crate::telemetry::shutdown::Shutdown;
 
-/// Maximum number of concurrent calls of one connection, and of all connections.
-const CALLS_PER_CONNECTION: u32 = 1024;
+/// Maximum number of concurrent calls.
 const CALLS: usize = 8192;
-/// Maximum bytes of a request.
-const MAX_REQUEST: usize = 64 << 10;
-/// Maximum bytes of a request's headers.
-const MAX_HEADERS: u32 = 16 << 10;
-/// Interval of keepalive pings to an idle client, and time for its response.
-const KEEPALIVE_EVERY: Duration = Duration::from_secs(60);
-const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Limits of a request: a message with its prefix (gRPC over HTTP/2, Length-Prefixed-Message), and
+/// the time to receive it.
+const REQUEST: Limits = Limits { body: (64 << 10) + 5, request: Duration::from_secs(10) };
+/// Time after the longest stream to end its connection.
+const AFTER_STREAM: Duration = Duration::from_secs(30);
 
 /// Serves until a signal arrives and the running streams are complete.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -73,7 +75,8 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
             page_metrics.register(registry);
         }
     });
-    let base = Base { args, namespace, kubernetes, driver, metrics, shutdown };
+    let lookups = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let base = Base { args, namespace, kubernetes, lookups, driver, metrics, shutdown };
     let (authenticator_sender, authenticator) = watch::channel(None);
     let apis = base.apis(authenticator).await?;
     let contents = base.args.publish.publish_bases.then(|| base.contents(&apis));
@@ -88,8 +91,11 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         .await?;
     let trusted = identity.trusted.take();
     let shutdown = base.shutdown.clone();
+    let longest = base.args.max_duration() + AFTER_STREAM;
+    let reviews = client::connect(base.args.kubeconfig.as_deref(), base.args.rate()).await?;
     let follower = DriverFollower {
         base,
+        reviews,
         authenticator: authenticator_sender,
         health,
         followed_state,
@@ -97,10 +103,11 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         refused,
     };
     tokio::spawn(follower.driver(trusted));
-    let router = router(apis).add_service(health_service);
-    let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
+    let routes = routes(apis).add_service(health_service).into_axum_router();
+    let routes = Bounds::new(REQUEST).around_streams(routes, refuse);
+    let served = https::serve(incoming, routes, longest, shutdown.clone());
     tokio::select! {
-        served = served => served.context("serving")?,
+        () = served => {}
         Some(refused) = refusals.recv() => return Err(refused),
         () = shutdown.overdue() => tracing::warn!("closing connections that did not finish in time"),
     }
@@ -117,17 +124,27 @@ struct Apis {
     sessions: Option<Sessions>,
 }
 
-fn router(apis: Apis) -> Router {
+fn routes(apis: Apis) -> Routes {
     let Apis { released, sessions } = apis;
-    let released = released.map(SnapshotMetadataServer::new);
-    let sessions = sessions.map(SessionServer::new);
-    Server::builder()
-        .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
-        .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
-        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-        .http2_max_header_list_size(Some(MAX_HEADERS))
-        .add_optional_service(released.map(|api| api.max_decoding_message_size(MAX_REQUEST)))
-        .add_optional_service(sessions.map(|api| api.max_decoding_message_size(MAX_REQUEST)))
+    let mut routes = Routes::builder();
+    if let Some(released) = released {
+        routes.add_service(SnapshotMetadataServer::new(released));
+    }
+    if let Some(sessions) = sessions {
+        routes.add_service(SessionServer::new(sessions));
+    }
+    routes.routes()
+}
+
+/// The status of a call whose request exceeds [`REQUEST`].
+fn refuse(code: StatusCode, message: String) -> Response {
+    let status = match code {
+        StatusCode::PAYLOAD_TOO_LARGE => Status::out_of_range(message),
+        StatusCode::REQUEST_TIMEOUT => Status::deadline_exceeded(message),
+        StatusCode::SERVICE_UNAVAILABLE => Refusal::new(Reason::TooMany, message).status(),
+        _ => Status::cancelled(message),
+    };
+    status.into_http()
 }
 
 fn driver(args: &Args, shutdown: &Shutdown) -> DriverLink {
@@ -166,7 +183,10 @@ struct Base {
     args: Args,
     /// Namespace of the driver and the sidecar, if needed.
     namespace: Option<String>,
+    /// For the lease, watches, and published objects.
     kubernetes: Client,
+    /// For lookups of authenticated calls.
+    lookups: Client,
     driver: DriverLink,
     metrics: Metrics,
     shutdown: Shutdown,
@@ -193,9 +213,10 @@ impl Base {
     }
 
     fn sidecar(&self) -> Sidecar {
-        let Self { args, kubernetes, shutdown, .. } = self;
+        let Self { args, lookups, shutdown, .. } = self;
+        let clients = || Clients { watch: self.kubernetes.clone(), lookups: lookups.clone() };
         let classes = cache::of_cluster(
-            kubernetes,
+            clients(),
             watcher::Config::default(),
             |class: &VolumeSnapshotClass| Some((&class.driver).into()),
             shutdown.clone(),
@@ -204,9 +225,9 @@ impl Base {
             driver: self.driver.clone(),
             resolver: Resolver {
                 bound: bound_snapshot::Resolver {
-                    snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
+                    snapshots: cache::of_all_namespaces(clients(), |_| None, shutdown.clone()),
                     contents: cache::of_cluster(
-                        kubernetes,
+                        clients(),
                         watcher::Config::default(),
                         snapshot::handle,
                         shutdown.clone(),
@@ -214,13 +235,15 @@ impl Base {
                 },
                 base_reference: args.base_reference,
             },
-            secrets: SecretFinder { client: kubernetes.clone(), classes },
+            secrets: SecretFinder { client: lookups.clone(), classes },
             metrics: self.metrics.clone(),
             calls: ConcurrencyLimit::new(CALLS),
-            streams: ConcurrencyLimit::new(args.max_streams as usize),
-            max_duration: Duration::from_secs(args.max_streaming_duration_min * 60),
+            streams: StreamLimit::new(args.max_streams as usize),
+            max_duration: args.max_duration(),
+            stall_timeout: Some(args.stall_timeout).filter(|time| !time.is_zero()),
             check_streams: args.check_streams,
             denied_as: args.denied_as.code(),
+            invalid_tokens: Arc::default(),
             shutdown: shutdown.clone(),
         }
     }
@@ -300,6 +323,9 @@ impl Base {
 /// Follows the driver's state: updates health, the audience's source and the published objects.
 struct DriverFollower {
     base: Base,
+    /// Client for reviews. Its separate rate limit keeps invalid tokens from delaying the lease,
+    /// watches and lookups.
+    reviews: Client,
     authenticator: watch::Sender<Option<Authenticator>>,
     health: HealthReporter,
     /// The driver's state after these updates.
@@ -376,7 +402,7 @@ impl DriverFollower {
                 Audience::Of { services: Box::new(services), name }
             }
         };
-        let reviewer = Reviewer::new(self.base.kubernetes.clone(), self.base.args.review_cache_ttl);
+        let reviewer = Reviewer::new(self.reviews.clone(), self.base.args.review_cache_ttl);
         self.authenticator.send_replace(Some(Authenticator { audience, reviewer }));
     }
 
@@ -401,8 +427,4 @@ impl DriverFollower {
         let (kubernetes, shutdown) = (self.base.kubernetes.clone(), self.base.shutdown.clone());
         tokio::spawn(maintain(kubernetes, publication, trusted.clone(), shutdown));
     }
-}
-
-async fn drained(shutdown: Shutdown) {
-    shutdown.draining().await;
 }

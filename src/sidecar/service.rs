@@ -1,13 +1,13 @@
 //! The common part of both APIs: a call is counted, opened within its limits, and relayed.
 //! [`released`](super::released) and [`session`](super::session) implement how it is opened.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
-use tonic::metadata::MetadataMap;
-use tonic::{Code, Response, Status};
+use tonic::{Code, Request, Response, Status};
 
-use super::call::{Call, ConcurrencyLimit, Permit};
+use super::call::{Call, ConcurrencyLimit};
 use super::check::StreamCheck;
 use super::driver_link::{DriverLink, DriverRequest};
 use super::metrics::{Metrics, Operation};
@@ -15,9 +15,12 @@ use super::refusal::{Reason, Refusal};
 use super::relay::{Limits, Opened, Relay, Rewrite, exiting, of_driver, too_long};
 use super::resolve::Resolver;
 use super::secrets::SecretFinder;
+use super::stream_limit::{StreamLimit, StreamPermit};
 use crate::grpc::deadline;
 use crate::kubernetes::bound_snapshot::Snapshot;
 use crate::kubernetes::secret::Secrets;
+use crate::telemetry::log_budget::LogBudget;
+use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
 /// State shared by all calls.
@@ -29,12 +32,16 @@ pub struct Sidecar {
     pub metrics: Metrics,
     /// Limits of all calls, and of response streams.
     pub calls: ConcurrencyLimit,
-    pub streams: ConcurrencyLimit,
+    pub streams: StreamLimit,
     pub max_duration: Duration,
+    /// Time after which a response that the client does not read ends.
+    pub stall_timeout: Option<Duration>,
     /// Whether response streams are checked against their contract.
     pub check_streams: bool,
     /// The code for a user without permission.
     pub denied_as: Code,
+    /// Limits the log lines of invalid tokens.
+    pub invalid_tokens: Arc<LogBudget>,
     pub shutdown: Shutdown,
 }
 
@@ -42,7 +49,8 @@ impl Sidecar {
     fn begin(&self, operation: Operation) -> Result<Call, Status> {
         match self.calls.try_acquire() {
             Some(running) => {
-                Ok(Call::begin(operation, self.metrics.clone(), self.denied_as, running))
+                let tokens = self.invalid_tokens.clone();
+                Ok(Call::begin(operation, self.metrics.clone(), self.denied_as, tokens, running))
             }
             None => {
                 let refusal = too_many("calls");
@@ -52,18 +60,13 @@ impl Sidecar {
         }
     }
 
-    /// A permit for one more response stream.
-    pub fn stream(&self) -> Result<Permit, Refusal> {
-        self.streams.try_acquire().ok_or_else(|| too_many("streams"))
-    }
-
     /// The last step before the call to the driver: its secrets.
     pub async fn prepare(
         &self,
         target: &Snapshot,
         base: Option<String>,
         (starting_offset, max_results): (i64, i32),
-        stream: Permit,
+        stream: StreamPermit,
     ) -> Result<Prepared, Refusal> {
         let secrets = self.secrets.secrets(target).await?;
         let target = target.handle.clone();
@@ -103,7 +106,14 @@ impl Sidecar {
 pub struct Prepared {
     pub driver_request: DriverRequest,
     pub secrets: Secrets,
-    pub stream: Permit,
+    pub stream: StreamPermit,
+}
+
+/// What a call's connection and headers determine.
+#[derive(Debug, Clone, Copy)]
+pub struct Context {
+    pub deadline: Instant,
+    pub peer: Peer,
 }
 
 /// One of the APIs that the sidecar serves.
@@ -118,29 +128,36 @@ pub trait MetadataApi: Sync {
         &self,
         call: &mut Call,
         request: Self::Request,
-        deadline: Instant,
+        context: Context,
     ) -> impl Future<Output = Result<Opened, Refusal>> + Send;
 
-    /// Serves a call; `metadata` holds the client's deadline.
-    fn serve(
+    /// Serves a call of the API.
+    fn serve<R>(
         &self,
         operation: Operation,
-        metadata: &MetadataMap,
-        request: Result<Self::Request, Refusal>,
+        request: Request<R>,
+        parse: fn(R) -> Result<Self::Request, Refusal>,
     ) -> impl Future<Output = Result<Response<Relay>, Status>> + Send {
         let sidecar = self.sidecar();
         let latest = Instant::now() + sidecar.max_duration;
-        let deadline = deadline(metadata).map_or(latest, |deadline| deadline.min(latest));
+        let deadline = deadline(request.metadata()).map_or(latest, |deadline| deadline.min(latest));
+        let peer = request.extensions().get().copied().unwrap_or_else(Peer::unknown);
+        let request = parse(request.into_inner());
         async move {
             let mut call = sidecar.begin(operation)?;
-            let opening = async { self.open(&mut call, request?, deadline).await };
+            let context = Context { deadline, peer };
+            let opening = async { self.open(&mut call, request?, context).await };
             let opened = tokio::select! {
                 opened = timeout_at(deadline, opening) => opened.unwrap_or_else(|_| Err(too_long())),
                 () = sidecar.shutdown.ending() => Err(exiting()),
             };
             match opened {
                 Ok(opened) => {
-                    let limits = Limits { deadline, shutdown: sidecar.shutdown.clone() };
+                    let limits = Limits {
+                        deadline,
+                        stall_timeout: sidecar.stall_timeout,
+                        shutdown: sidecar.shutdown.clone(),
+                    };
                     Ok(Response::new(Relay::new(opened, limits, call)))
                 }
                 Err(refusal) => Err(call.refused(&refusal)),

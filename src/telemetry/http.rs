@@ -19,10 +19,11 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::accept::BackoffAcceptor;
+use super::fair_limit::FairLimit;
+use super::peer::Peer;
 use super::shutdown::Shutdown;
 use super::single_flight::{NoResult, SingleFlight};
 
@@ -32,7 +33,7 @@ const CHECK_TIMEOUT: Duration = short_in_tests(Duration::from_secs(5));
 const HEADER_TIMEOUT: Duration = short_in_tests(Duration::from_secs(10));
 /// Maximum duration of a connection, which serves one request.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
-/// Maximum concurrent connections. Further clients wait in the kernel's queue.
+/// Maximum concurrent connections. A further one closes the oldest one of the client with the most.
 const MAX_CONNECTIONS: usize = 64;
 /// Maximum bytes of the headers of a request.
 const MAX_HEADER_BYTES: usize = 16 << 10;
@@ -149,17 +150,22 @@ pub async fn start(
 }
 
 async fn serve(listener: TcpListener, routes: Router) {
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let limit = FairLimit::new(MAX_CONNECTIONS);
     let mut acceptor = BackoffAcceptor::default();
-    // The semaphore is never closed.
-    while let Ok(permit) = permits.clone().acquire_owned().await {
+    loop {
         let stream = acceptor.next(&listener).await;
+        let peer = stream.peer_addr().map_or_else(|_| Peer::unknown(), Peer::of);
+        let share = limit.take(peer, 1);
         let routes = routes.clone();
         tokio::spawn(async move {
-            if timeout(CONNECTION_TIMEOUT, serve_connection(stream, routes)).await.is_err() {
-                tracing::debug!("closing a connection after its maximum duration");
+            tokio::select! {
+                served = timeout(CONNECTION_TIMEOUT, serve_connection(stream, routes)) => {
+                    if served.is_err() {
+                        tracing::debug!("closing a connection after its maximum duration");
+                    }
+                }
+                () = share.revoked() => tracing::debug!(?peer, "closed a connection to make room for other clients"),
             }
-            drop(permit);
         });
     }
 }
@@ -323,7 +329,6 @@ mod tests {
             stream.write_all(begun).await.unwrap();
             silent.push(stream);
         }
-        // This request waits in the queue after them.
         assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
         for mut stream in silent {
             // Closed, with or without a response.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::http::{self, Pages};
 use super::logs;
@@ -69,6 +70,7 @@ impl RoleArgs {
         logs::init(self.log.clone())?;
         #[cfg(feature = "failpoints")]
         self.fail_points.iter().cloned().for_each(fail_point::watch);
+        raise_file_limit();
         let drain = self.drain_timeout;
         run_to_end(threads, async move {
             // First, so that a signal during a long start also ends the process gracefully.
@@ -92,5 +94,15 @@ impl RoleArgs {
         let address = address.context("--http-endpoint")?;
         tracing::info!(%address, "serving /healthz and metrics");
         Ok(())
+    }
+}
+
+/// Raises the limit of open files as far as permitted: a server has a file per connection, and a
+/// delta over a long chain of snapshots keeps one file open per snapshot.
+fn raise_file_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "failed to raise the open file limit");
     }
 }

@@ -13,6 +13,7 @@ use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding};
 use kube::api::PostParams;
 use kube::{Api, Client};
 use serde_json::{Value, json};
+use support::abuse::{Protocol, while_abused};
 use support::cluster::Cluster;
 use support::cluster::access::{Account, rule};
 use support::cluster::manager::{self, Start, manager_rules};
@@ -474,4 +475,20 @@ fn garbage_and_slow_clients_block_no_other_client() {
     assert!(rig.manager.process.ended().is_none());
     let log = rig.manager.process.log();
     assert!(!log.contains("panic"), "{log}");
+}
+
+#[test]
+#[ignore = "full tier"]
+fn abuse_of_the_webhook_delays_no_request() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let protocol = Protocol::Https {
+        path: "/validate-snapshotsessionrequest".into(),
+        headers: String::new(),
+        body: 3 << 20,
+    };
+    let client = cluster.client();
+    while_abused("webhook", rig.manager.port, rig.manager.process.pid(), protocol, || {
+        rig.ask(&client, &["monday"], true).unwrap();
+    });
 }

@@ -30,11 +30,14 @@ use self::tokens::Tokens;
 use super::ROLE;
 use crate::kubernetes::cbt_http::{Info, Page, PageRequest, Problem, ProblemKind};
 use crate::kubernetes::{client, tls};
+use crate::telemetry::fair_limit::FairLimit;
 
 /// Maximum bytes of a response: a fixed part, and a part per requested entry, mostly for data
 /// tokens.
 const ANSWER: usize = 64 << 10;
 const ENTRY: usize = 4 << 10;
+/// Maximum bytes of all responses. Over it, the driver with the most loses its oldest one.
+const ANSWERS: usize = 128 << 20;
 /// Maximum bytes of a response's head.
 const MAX_HEAD: usize = 64 << 10;
 /// Timeout of connecting.
@@ -59,7 +62,7 @@ pub enum EndpointError {
     Invalid(String),
     /// The endpoint returned a problem, and possibly when to retry.
     Problem { problem: Problem, after: Option<Duration> },
-    /// The maximum number of calls is running.
+    /// The maximum number of calls is running, or others need the memory of the response.
     Busy,
     /// No token is available.
     NoToken(client::Failure),
@@ -70,6 +73,8 @@ pub enum EndpointError {
 pub struct Endpoints {
     tokens: Tokens,
     known: Cache<Target, Arc<Endpoint>>,
+    /// Memory of responses, by driver.
+    answers: FairLimit<String>,
 }
 
 /// The endpoint of a driver.
@@ -79,13 +84,15 @@ pub struct Endpoint {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
     calls: Semaphore,
     tokens: Tokens,
+    answers: FairLimit<String>,
 }
 
 impl Endpoints {
     /// Requests tokens of the ServiceAccount `account` in `namespace`.
     pub fn new(client: kube::Client, namespace: &str, account: &str) -> Self {
         let known = Cache::builder().max_capacity(MAX_ENDPOINTS).time_to_idle(ENDPOINT_TTL).build();
-        Self { tokens: Tokens::new(client, namespace, account), known }
+        let tokens = Tokens::new(client, namespace, account);
+        Self { tokens, known, answers: FairLimit::new(ANSWERS) }
     }
 
     /// Returns the endpoint of a target, with its open connections. Another address or other
@@ -94,14 +101,14 @@ impl Endpoints {
     /// # Errors
     /// The target has no usable authority.
     pub async fn at(&self, target: &Target) -> Result<Arc<Endpoint>, String> {
-        let make = async { Endpoint::new(target.clone(), self.tokens.clone()).map(Arc::new) };
+        let make = async { Endpoint::new(target.clone(), self).map(Arc::new) };
         let made = self.known.try_get_with_by_ref(target, make).await;
         made.map_err(|error| format!("spec.clientConfig.caBundle: {error:#}"))
     }
 }
 
 impl Endpoint {
-    fn new(target: Target, tokens: Tokens) -> anyhow::Result<Self> {
+    fn new(target: Target, shared: &Endpoints) -> anyhow::Result<Self> {
         let mut config = tls::client_config(&target.ca_bundle)?;
         // The connector sets the protocols itself.
         config.alpn_protocols.clear();
@@ -121,7 +128,8 @@ impl Endpoint {
             .http1_max_buf_size(MAX_HEAD)
             .build(https);
         let (tls, calls) = (Arc::new(config), Semaphore::new(MAX_CALLS));
-        Ok(Self { target, tls, client, calls, tokens })
+        let (tokens, answers) = (shared.tokens.clone(), shared.answers.clone());
+        Ok(Self { target, tls, client, calls, tokens, answers })
     }
 
     /// Requests a page and validates it.
@@ -186,9 +194,14 @@ impl Endpoint {
         let answer = self.client.request(request).await;
         let (head, body) =
             answer.map_err(|error| EndpointError::Unreachable(root_cause(&error)))?.into_parts();
-        let body = Limited::new(body, room).collect().await;
+        let share = self.answers.take(self.target.driver.clone(), room);
+        let body = tokio::select! {
+            body = Limited::new(body, room).collect() => body,
+            () = share.revoked() => return Err(EndpointError::Busy),
+        };
         let body =
             body.map_err(|error| EndpointError::Unreachable(root_cause(&*error)))?.to_bytes();
+        share.shrink(body.len());
         if head.status == StatusCode::OK {
             let wrong = || EndpointError::Invalid("its response cannot be decoded".into());
             return serde_json::from_slice(&body).map_err(|_| wrong());

@@ -21,7 +21,7 @@ use super::front_proxy::FrontProxy;
 use super::groups;
 use super::metrics::{Metrics, Verb};
 use super::openapi::{self, Document};
-use crate::kubernetes::https::Limits;
+use crate::kubernetes::https::{Bounds, Limits};
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use crate::kubernetes::tls::ClientChain;
@@ -67,9 +67,9 @@ pub fn routes<C: DeltaService, A: Authenticator>(
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Router {
-    let guarded = documents()
-        .merge(volume_snapshot_deltas(deltas))
-        .fallback(not_found)
+    let guarded = documents().merge(volume_snapshot_deltas(deltas)).fallback(not_found);
+    let guarded = Bounds::new(LIMITS)
+        .around(guarded, refuse)
         .layer(from_fn_with_state(front_proxy.clone(), authenticate::<A>))
         .layer(from_fn_with_state(metrics, track));
     let ready = move || {
@@ -88,10 +88,11 @@ pub fn routes<C: DeltaService, A: Authenticator>(
 }
 
 /// See [`https::Refuse`](crate::kubernetes::https::Refuse).
-pub fn refuse(code: StatusCode, message: String) -> Response {
+fn refuse(code: StatusCode, message: String) -> Response {
     let cause = match code {
         StatusCode::PAYLOAD_TOO_LARGE => Cause::TooLarge,
         StatusCode::REQUEST_TIMEOUT => Cause::TimedOut,
+        StatusCode::SERVICE_UNAVAILABLE => Cause::TooMany,
         _ => Cause::Malformed,
     };
     Failure::new(cause, message).into_response()

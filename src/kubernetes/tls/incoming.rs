@@ -1,5 +1,6 @@
-//! Connections with a completed TLS handshake. Handshakes run concurrently: a silent client
-//! occupies one place for ten seconds and blocks no other client.
+//! Connections with a completed TLS handshake. Every connection is accepted at once. If there are
+//! too many, the client with the most loses one ([`FairLimit`]), so that clients that connect and
+//! stay silent exclude no other client.
 
 use std::io::{self, IoSlice};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,24 +12,25 @@ use std::time::Duration;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{Sleep, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::ClientChain;
 use crate::telemetry::accept::BackoffAcceptor;
+use crate::telemetry::fair_limit::{FairLimit, Share};
+use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Timeout of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of concurrent handshakes; further clients wait in the kernel's queue.
+/// Maximum number of concurrent handshakes.
 const MAX_HANDSHAKES: usize = 256;
 /// Maximum number of connections, including those in their handshake.
-const MAX_CONNECTIONS: usize = 4_096;
+const MAX_CONNECTIONS: usize = 2_048;
 /// Time for a client to close a connection that was shut down.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -36,11 +38,11 @@ const LINGER: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Connection {
     stream: TlsStream<TcpStream>,
-    info: TcpConnectInfo,
+    peer: Peer,
     /// The end of [`LINGER`], once all data was written and the write side shut down.
     lingering: Option<Pin<Box<Sleep>>>,
     /// Counts against [`MAX_CONNECTIONS`].
-    _place: OwnedSemaphorePermit,
+    share: Arc<Share<Peer>>,
 }
 
 /// Listens on all addresses, including IPv4; port 0 is any free port.
@@ -63,8 +65,8 @@ pub fn incoming(
     let acceptor = Acceptor {
         listener,
         tls: config.into(),
-        handshakes: Arc::new(Semaphore::new(MAX_HANDSHAKES)),
-        connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+        handshakes: FairLimit::new(MAX_HANDSHAKES),
+        connections: FairLimit::new(MAX_CONNECTIONS),
         ready,
     };
     tokio::spawn(async move {
@@ -81,8 +83,8 @@ pub fn incoming(
 struct Acceptor {
     listener: TcpListener,
     tls: TlsAcceptor,
-    handshakes: Arc<Semaphore>,
-    connections: Arc<Semaphore>,
+    handshakes: FairLimit<Peer>,
+    connections: FairLimit<Peer>,
     ready: mpsc::Sender<io::Result<Connection>>,
 }
 
@@ -90,29 +92,37 @@ impl Acceptor {
     async fn accept_all(&self) {
         let mut accepting = BackoffAcceptor::default();
         loop {
-            // The semaphores are never closed.
-            let Ok(place) = self.connections.clone().acquire_owned().await else { return };
-            let Ok(turn) = self.handshakes.clone().acquire_owned().await else { return };
             let stream = accepting.next(&self.listener).await;
-            tokio::spawn(hand_over(self.tls.clone(), stream, place, turn, self.ready.clone()));
+            let peer = stream.peer_addr().map_or_else(|_| Peer::unknown(), Peer::of);
+            let share = Arc::new(self.connections.take(peer, 1));
+            let turn = self.handshakes.take(peer, 1);
+            let new = NewConnection { stream, peer, share };
+            tokio::spawn(hand_over(self.tls.clone(), new, turn, self.ready.clone()));
         }
     }
 }
 
+/// A connection before its handshake.
+struct NewConnection {
+    stream: TcpStream,
+    peer: Peer,
+    share: Arc<Share<Peer>>,
+}
+
 async fn hand_over(
     tls: TlsAcceptor,
-    stream: TcpStream,
-    place: OwnedSemaphorePermit,
-    turn: OwnedSemaphorePermit,
+    new: NewConnection,
+    turn: Share<Peer>,
     ready: mpsc::Sender<io::Result<Connection>>,
 ) {
-    let peer = stream.peer_addr().ok();
-    let info = TcpConnectInfo { local_addr: stream.local_addr().ok(), remote_addr: peer };
+    let NewConnection { stream, peer, share } = new;
     // Frames are written whole, so delays have no use. An error means that the client has
     // disconnected.
     let _ = stream.set_nodelay(true);
     let stream = tokio::select! {
         () = ready.closed() => return,
+        () = turn.revoked() => return tracing::debug!(?peer, "closed an unfinished handshake for another client"),
+        () = share.revoked() => return tracing::debug!(?peer, "closed a connection for another client"),
         done = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => match done {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => return tracing::debug!(?peer, %error, "the handshake failed"),
@@ -121,7 +131,7 @@ async fn hand_over(
     };
     drop(turn);
     // An error means that the server has stopped.
-    let _ = ready.send(Ok(Connection { stream, info, lingering: None, _place: place })).await;
+    let _ = ready.send(Ok(Connection { stream, peer, lingering: None, share })).await;
 }
 
 impl Connection {
@@ -130,13 +140,15 @@ impl Connection {
     pub fn client_chain(&self) -> ClientChain {
         ClientChain::of(self.stream.get_ref().1.peer_certificates())
     }
-}
 
-impl Connected for Connection {
-    type ConnectInfo = TcpConnectInfo;
+    /// The client.
+    pub fn peer(&self) -> Peer {
+        self.peer
+    }
 
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.info.clone()
+    /// The connection's place among all connections. When it is revoked, close the connection.
+    pub fn share(&self) -> Arc<Share<Peer>> {
+        self.share.clone()
     }
 }
 

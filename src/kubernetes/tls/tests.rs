@@ -199,13 +199,13 @@ async fn a_silent_client_does_not_block_others() {
     let leaf = leaf();
     let server = Server::start(&leaf, "x").await;
     let mut silent = Vec::new();
-    for _ in 0..40 {
+    for _ in 0..400 {
         silent.push(TcpStream::connect(server.address).await.unwrap());
     }
     let mut noise = TcpStream::connect(server.address).await.unwrap();
     noise.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
     timeout(Duration::from_secs(5), server.connect(leaf.client())).await.unwrap().unwrap();
-    // The silent connection is closed.
+    // The silent connection is closed, here to make room for the others.
     let mut answer = Vec::new();
     let gone = timeout(Duration::from_secs(20), silent[0].read_to_end(&mut answer)).await;
     gone.expect("the silent connection stays open").unwrap();

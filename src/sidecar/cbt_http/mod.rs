@@ -26,11 +26,13 @@ use tokio::task::JoinHandle;
 use self::routes::{KnownDriver, PageServer};
 use super::call::ConcurrencyLimit;
 use super::driver_link::{Driver, DriverLink};
+use crate::kubernetes::https::{self, Bounds};
 use crate::kubernetes::leader::{Election, candidate_name};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::tls::identity::Identity;
-use crate::kubernetes::{client, https, tls};
+use crate::kubernetes::{client, tls};
 use crate::telemetry::http::HealthCheck;
+use crate::telemetry::log_budget::LogBudget;
 use crate::telemetry::shutdown::Shutdown;
 
 pub use args::Args;
@@ -76,7 +78,9 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
         requests: ConcurrencyLimit::new(REQUESTS),
         pages: ConcurrencyLimit::new(args.max_streams as usize),
         metrics: metrics.clone(),
+        invalid_tokens: LogBudget::default(),
         timeout: args.timeout,
+        bounds: Bounds::new(routes::limits(args.timeout)),
         shutdown: shutdown.clone(),
     });
     let listener = tls::listen(args.cbt_http.port).await;
@@ -86,10 +90,10 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let incoming = tls::incoming(listener, config, shutdown.clone());
     let election = tokio::spawn(elect(server.clone(), candidate(&start)?, shutdown.clone()));
     let routes = routes::routes(server.clone());
-    let limits = routes::limits(args.timeout);
     tracing::info!(%address, "serving cbt-http");
     let leads: HealthCheck = Arc::new(move || server.is_ready());
-    let served = https::serve(incoming, routes, limits, shutdown.clone());
+    let longest = routes::limits(args.timeout).request;
+    let served = https::serve(incoming, routes, longest, shutdown.clone());
     let task = tokio::spawn(async move {
         served.await;
         // A panic is already in the log.

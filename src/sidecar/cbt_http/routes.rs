@@ -4,13 +4,11 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use axum::Json;
-use axum::Router;
-use axum::body::Bytes;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::{Extension, Json, Router};
 use k8s_openapi::api::authentication::v1::UserInfo;
 use tokio::sync::watch;
 
@@ -21,17 +19,17 @@ use crate::grpc::truncate;
 use crate::kubernetes::cbt_http::{
     self, PATH, Page, PageRequest, Problem, ProblemKind, SUBRESOURCE,
 };
-use crate::kubernetes::https::Limits;
+use crate::kubernetes::https::{Bounds, Limits, Refused};
 use crate::kubernetes::review::{Action, Denied, Reviewer};
 use crate::kubernetes::snapshot_delta::GROUP;
 use crate::sidecar::call::ConcurrencyLimit;
 use crate::sidecar::driver_link::DriverLink;
+use crate::telemetry::log_budget::LogBudget;
+use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Maximum bytes of a request: a Secret (at most 1 MiB) as JSON, and some.
 const MAX_BODY: usize = 3 << 20;
-/// Time to receive the body.
-const BODY: Duration = Duration::from_secs(10);
 /// Maximum bytes of a name in the log.
 const MAX_LOGGED: usize = 253;
 
@@ -46,8 +44,12 @@ pub struct PageServer {
     pub requests: ConcurrencyLimit,
     pub pages: ConcurrencyLimit,
     pub metrics: Metrics,
-    /// Timeout of a page.
+    /// Limits the log lines of invalid tokens, which any client can send.
+    pub invalid_tokens: LogBudget,
+    /// Timeout of a request, from its head to its response.
     pub timeout: Duration,
+    /// Limits of bodies, which are received after the request is authorized.
+    pub bounds: Bounds,
     pub shutdown: Shutdown,
 }
 
@@ -59,9 +61,8 @@ pub struct KnownDriver {
     pub leads: watch::Receiver<bool>,
 }
 
-/// Limits for https::serve: longer than a page's timeout, so that the caller receives the cause.
 pub fn limits(page: Duration) -> Limits {
-    Limits { body: MAX_BODY, request: page + BODY }
+    Limits { body: MAX_BODY, request: page }
 }
 
 pub fn routes(server: Arc<PageServer>) -> Router {
@@ -78,10 +79,14 @@ pub fn routes(server: Arc<PageServer>) -> Router {
         .with_state(server)
 }
 
-async fn info(State(server): State<Arc<PageServer>>, headers: HeaderMap) -> Response {
-    let mut log = RequestLog::begin(&server.metrics, "info");
+async fn info(
+    State(server): State<Arc<PageServer>>,
+    Extension(peer): Extension<Peer>,
+    headers: HeaderMap,
+) -> Response {
+    let mut log = RequestLog::begin(&server, "info");
     let result = server.run_limited(async {
-        let (_, user) = server.authorize(&headers).await?;
+        let (_, user) = server.authorize(peer, &headers).await?;
         log.user = name_of(&user);
         pages::info(&server.driver)
     });
@@ -94,9 +99,13 @@ async fn info(State(server): State<Arc<PageServer>>, headers: HeaderMap) -> Resp
     }
 }
 
-async fn page(State(server): State<Arc<PageServer>>, headers: HeaderMap, body: Bytes) -> Response {
-    let mut log = RequestLog::begin(&server.metrics, "page");
-    let result = server.run_limited(server.page(&headers, body, &mut log)).await;
+async fn page(
+    State(server): State<Arc<PageServer>>,
+    Extension(peer): Extension<Peer>,
+    request: Request,
+) -> Response {
+    let mut log = RequestLog::begin(&server, "page");
+    let result = server.run_limited(server.page(peer, request, &mut log)).await;
     match result {
         Ok(page) => {
             log.blocks = page.changed_blocks.len();
@@ -123,14 +132,30 @@ impl PageServer {
 
     async fn page(
         &self,
-        headers: &HeaderMap,
-        body: Bytes,
+        peer: Peer,
+        request: Request,
         log: &mut RequestLog,
     ) -> Result<Page, Problem> {
         let deadline = tokio::time::Instant::now() + self.timeout;
-        let (known, user) = self.authorize(headers).await?;
+        let (known, user) = self.authorize(peer, request.headers()).await?;
         log.user = name_of(&user);
-        let request = decode(&body)?;
+        let received = self.bounds.receive(request, deadline).await;
+        let (_, body) = received.map_err(|refused| log.not_received(&refused))?;
+        let page = self.page_of(known, &body.bytes, deadline, log);
+        tokio::select! {
+            page = page => page,
+            () = body.revoked() => Err(busy()),
+        }
+    }
+
+    async fn page_of(
+        &self,
+        known: &KnownDriver,
+        body: &[u8],
+        deadline: tokio::time::Instant,
+        log: &mut RequestLog,
+    ) -> Result<Page, Problem> {
+        let request = decode(body)?;
         log.set_request(&request);
         pages::check(&request, &known.driver)?;
         if !*known.leads.borrow() {
@@ -153,13 +178,14 @@ impl PageServer {
     /// Authenticates and authorizes the caller.
     async fn authorize(
         &self,
+        peer: Peer,
         headers: &HeaderMap,
     ) -> Result<(&KnownDriver, Arc<UserInfo>), Problem> {
         let unknown = || unavailable("the CSI driver's name is not known yet; retry later");
         let known = self.known.get().ok_or_else(unknown)?;
         let driver = &known.driver;
         let audience = cbt_http::audience(driver);
-        let user = match self.reviewer.authenticate(bearer(headers)?, &audience).await {
+        let user = match self.reviewer.authenticate(bearer(headers)?, &audience, peer).await {
             Ok(user) => user,
             Err(Denied::Refused(reason)) => {
                 let words = format!("the bearer token: {reason}; its audience must be {audience}");
@@ -234,7 +260,7 @@ fn decode(body: &[u8]) -> Result<PageRequest, Problem> {
 
 /// A request in progress. If it is dropped before its end, it is recorded as cancelled.
 struct RequestLog {
-    metrics: Metrics,
+    server: Arc<PageServer>,
     what: &'static str,
     started: Instant,
     user: Option<String>,
@@ -243,13 +269,15 @@ struct RequestLog {
     offset: u64,
     limit: u32,
     blocks: usize,
+    /// Status of a refusal, if not that of its kind.
+    status: Option<StatusCode>,
     ended: bool,
 }
 
 impl RequestLog {
-    fn begin(metrics: &Metrics, what: &'static str) -> Self {
+    fn begin(server: &Arc<PageServer>, what: &'static str) -> Self {
         Self {
-            metrics: metrics.clone(),
+            server: server.clone(),
             what,
             started: Instant::now(),
             user: None,
@@ -258,6 +286,7 @@ impl RequestLog {
             offset: 0,
             limit: 0,
             blocks: 0,
+            status: None,
             ended: false,
         }
     }
@@ -268,9 +297,25 @@ impl RequestLog {
         (self.offset, self.limit) = (request.offset, request.limit);
     }
 
+    /// The problem of a body that exceeds a limit.
+    fn not_received(&mut self, refused: &Refused) -> Problem {
+        let kind = match refused.code {
+            StatusCode::REQUEST_TIMEOUT => ProblemKind::TimedOut,
+            StatusCode::SERVICE_UNAVAILABLE => ProblemKind::Busy,
+            code => {
+                self.status = Some(code);
+                ProblemKind::Invalid
+            }
+        };
+        problem(kind, &*refused.message)
+    }
+
     fn refused(&mut self, problem: &Problem) -> Response {
         self.end(problem::label(problem.kind), Some(problem));
-        problem::response(problem)
+        match self.status {
+            Some(status) => problem::response_with(status, problem),
+            None => problem::response(problem),
+        }
     }
 
     fn end(&mut self, outcome: &'static str, problem: Option<&Problem>) {
@@ -278,7 +323,14 @@ impl RequestLog {
             return;
         }
         let duration = self.started.elapsed();
-        self.metrics.ended(outcome, duration);
+        self.server.metrics.ended(outcome, duration);
+        let omitted = match problem {
+            Some(problem) if problem.kind == ProblemKind::Unauthenticated => {
+                let Some(omitted) = self.server.invalid_tokens.line() else { return };
+                omitted
+            }
+            _ => 0,
+        };
         tracing::info!(
             cbt_http = self.what,
             outcome,
@@ -290,6 +342,7 @@ impl RequestLog {
             blocks = self.blocks,
             code = problem.and_then(|problem| problem.code.as_deref()),
             error = problem.map(|problem| problem.message.as_str()),
+            omitted = (omitted > 0).then_some(omitted),
             ?duration,
         );
     }

@@ -20,11 +20,12 @@ use super::metrics::Operation;
 use super::refusal::{Reason, Refusal};
 use super::relay::{Opened, Relay, of_driver};
 use super::resolve::fits;
-use super::service::{MetadataApi, Prepared, Sidecar};
+use super::service::{Context, MetadataApi, Prepared, Sidecar};
 use crate::grpc::fingerprint;
 use crate::kubernetes::bound_snapshot::{Part, Snapshot};
 use crate::kubernetes::session::{SessionSnapshot, SnapshotSessionData};
 use crate::proto::snapshotsession as api;
+use crate::telemetry::peer::Peer;
 use api::snapshot_metadata_server::SnapshotMetadata;
 
 /// The server of the API. Clones share all state.
@@ -45,14 +46,14 @@ impl MetadataApi for Sessions {
         &self,
         call: &mut Call,
         request: SessionRequest,
-        deadline: Instant,
+        context: Context,
     ) -> Result<Opened, Refusal> {
         let session = fingerprint(request.token.reveal());
         call.set_session(session.clone());
         call.set_snapshots(&request.target, request.base.as_deref());
-        let (prepared, volume) = self.prepare(call, &request).await?;
+        let (prepared, volume) = self.prepare(call, &request, context.peer).await?;
         if prepared.secrets.is_empty() {
-            let timeout = deadline.saturating_duration_since(Instant::now());
+            let timeout = context.deadline.saturating_duration_since(Instant::now());
             let driver_request = prepared.driver_request.clone();
             let check = self.sidecar.check(&driver_request);
             let own = self
@@ -65,7 +66,7 @@ impl MetadataApi for Sessions {
                 return Ok(Opened { answer, check, rewrite: None, secrets, stream });
             }
         }
-        self.sidecar.open_stream(prepared, Some(rewrite::of_csi), deadline).await
+        self.sidecar.open_stream(prepared, Some(rewrite::of_csi), context.deadline).await
     }
 }
 
@@ -76,14 +77,16 @@ impl Sessions {
         &self,
         call: &mut Call,
         request: &SessionRequest,
+        peer: Peer,
     ) -> Result<(Prepared, String), Refusal> {
         let Sidecar { driver, resolver, .. } = &self.sidecar;
-        let session = self.tokens.session(&request.token).await?;
+        let session = self.tokens.session(&request.token, peer).await?;
         let driver = driver.capable()?;
         if session.spec.driver != driver {
             return Err(tokens::invalid());
         }
-        let stream = self.sidecar.stream()?;
+        let (session_token, owner) = (request.token.reveal(), &session.spec.request.namespace);
+        let stream = self.sidecar.streams.acquire(&fingerprint(session_token), owner)?;
         let (field, base_field) = match request.base {
             None => ("snapshot", ""),
             Some(_) => ("target_snapshot", "base_snapshot"),
@@ -147,15 +150,13 @@ impl SnapshotMetadata for Sessions {
         &self,
         request: Request<api::GetAllocatedRequest>,
     ) -> Result<Response<Relay>, Status> {
-        let (metadata, _, request) = request.into_parts();
-        self.serve(Operation::SessionAllocated, &metadata, SessionRequest::allocated(request)).await
+        self.serve(Operation::SessionAllocated, request, SessionRequest::allocated).await
     }
 
     async fn get_delta(
         &self,
         request: Request<api::GetDeltaRequest>,
     ) -> Result<Response<Relay>, Status> {
-        let (metadata, _, request) = request.into_parts();
-        self.serve(Operation::SessionDelta, &metadata, SessionRequest::delta(request)).await
+        self.serve(Operation::SessionDelta, request, SessionRequest::delta).await
     }
 }

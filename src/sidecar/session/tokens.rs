@@ -1,7 +1,7 @@
 //! Looks up the SnapshotSessionData with a token's name in the sidecar's own namespace. Sessions
 //! from a watch cost no call. A token that the watch does not know may be newer, and is looked up
-//! by a client with a separate rate limit, so that guesses do not use up other calls. The watch
-//! takes precedence: a revoked session ends with the next request.
+//! by a client with a separate rate limit and in turns per caller ([`PeerLimit`]), so that guesses do
+//! not use up the calls of others. The watch takes precedence: a revoked session ends with the next request.
 //!
 //! A presented token is hashed before the lookup and compared in constant time, so that timing
 //! reveals nothing about existing tokens. All invalid tokens get the same refusal.
@@ -20,19 +20,18 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use crate::kubernetes::cache::{Cache, in_time};
+use crate::kubernetes::peer_limit::PeerLimit;
 use crate::kubernetes::session::SnapshotSessionData;
-use crate::sidecar::call::ConcurrencyLimit;
 use crate::sidecar::refusal::{Reason, Refusal};
 use crate::sidecar::request::Token;
 use crate::sidecar::service::too_many;
+use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Time to cache a lookup while no watch is running, the maximum delay of a revocation.
 const CACHE_TTL: Duration = Duration::from_secs(1);
 /// Maximum number of cached lookups.
 const MAX_CACHED: u64 = 10_000;
-/// Maximum number of concurrent lookups, so that guesses do not use up the calls of others.
-const LOOK_UPS: usize = 1024;
 
 /// Looks up sessions. Clones share the watch and the cache.
 #[derive(Clone)]
@@ -42,7 +41,7 @@ pub struct Tokens {
     /// Lookups by whether the watch was running, and digest. An entry from a running watch only
     /// serves concurrent requests for the same token.
     lookups: future::Cache<(bool, String), Arc<SnapshotSessionData>>,
-    permits: ConcurrencyLimit,
+    peers: PeerLimit,
 }
 
 impl Tokens {
@@ -59,18 +58,23 @@ impl Tokens {
                 .max_capacity(MAX_CACHED)
                 .time_to_live(CACHE_TTL)
                 .build(),
-            permits: ConcurrencyLimit::new(LOOK_UPS),
+            peers: PeerLimit::default(),
         }
     }
 
     /// The token's session, if it is valid. The caller checks that it is a session of this driver.
-    pub async fn session(&self, token: &Token) -> Result<Arc<SnapshotSessionData>, Refusal> {
+    /// `peer` sent the token.
+    pub async fn session(
+        &self,
+        token: &Token,
+        peer: Peer,
+    ) -> Result<Arc<SnapshotSessionData>, Refusal> {
         let digest = digest(token.reveal());
         let cached = self.watched.cached_with(&digest);
         let live = cached.is_some();
         let session = match cached.into_iter().flatten().next() {
             Some(session) => session,
-            None => match self.look_up(live, &digest, token).await {
+            None => match self.look_up(live, &digest, token, peer).await {
                 Ok(session) => session,
                 // Meanwhile the watch may have reported it, also if there were too many lookups.
                 Err(refusal) => {
@@ -91,9 +95,10 @@ impl Tokens {
         live: bool,
         digest: &str,
         token: &Token,
+        peer: Peer,
     ) -> Result<Arc<SnapshotSessionData>, Refusal> {
         let key = (live, digest.to_owned());
-        let found = self.lookups.try_get_with(key.clone(), self.fetch(token)).await;
+        let found = self.lookups.try_get_with(key.clone(), self.fetch(token, peer)).await;
         if live {
             // From now on the watch reports the session.
             self.lookups.invalidate(&key).await;
@@ -101,9 +106,9 @@ impl Tokens {
         found.map_err(|refusal| Refusal::clone(&refusal))
     }
 
-    async fn fetch(&self, token: &Token) -> Result<Arc<SnapshotSessionData>, Refusal> {
-        let _permit =
-            self.permits.try_acquire().ok_or_else(|| too_many("unknown session tokens"))?;
+    async fn fetch(&self, token: &Token, peer: Peer) -> Result<Arc<SnapshotSessionData>, Refusal> {
+        let turn = self.peers.turn(peer).await;
+        let _turn = turn.ok_or_else(|| too_many("unknown session tokens"))?;
         match in_time(self.lookup_api.get_opt(token.reveal())).await {
             Ok(Some(session)) => Ok(Arc::new(session)),
             Ok(None) => Err(invalid()),

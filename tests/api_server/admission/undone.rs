@@ -5,7 +5,7 @@ use support::cluster::shared;
 
 use axum::Router;
 use csi_loopback::kubernetes::admission::{Allowed, Refusal, Set, Webhook};
-use csi_loopback::kubernetes::https::{self, Limits};
+use csi_loopback::kubernetes::https::{self, Bounds, Limits, refuse_in_text};
 use csi_loopback::kubernetes::tls::{self, Certificates};
 use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
 use k8s_openapi::ByteString;
@@ -52,12 +52,13 @@ impl<'a> Undoing<'a> {
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let judge = |_: AdmissionRequest<Pod>| async { Ok::<_, Refusal>(undo()) };
         let routes = Router::new().route("/", Webhook::of::<Pod>(LIMITS.request).route(judge));
+        let routes = Bounds::new(LIMITS).around(routes, refuse_in_text);
         let (phase, shutdown) = Shutdown::manual();
         let port = cluster.block_on(async {
             let listener = tls::listen(0).await.unwrap();
             let port = listener.local_addr().unwrap().port();
             let incoming = tls::incoming(listener, config, shutdown.clone());
-            tokio::spawn(https::serve(incoming, routes, LIMITS, shutdown));
+            tokio::spawn(https::serve(incoming, routes, LIMITS.request, shutdown));
             port
         });
         // Webhooks are called in the order of their configurations' names.

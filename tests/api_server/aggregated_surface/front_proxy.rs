@@ -10,6 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use support::abuse::{Protocol, while_abused};
 use support::cluster::aggregated::{Aggregated, ClientCertificate, get, path_in};
 use support::cluster::proxy::Way;
 
@@ -173,4 +174,18 @@ fn garbage_and_slow_clients_block_no_other_client() {
     }
     assert!(rig.served.process.ended().is_none());
     assert!(!rig.served.process.log().contains("panic"));
+}
+
+#[test]
+#[ignore = "full tier"]
+fn abuse_of_the_port_delays_no_request_of_the_api_server() {
+    let Some(cluster) = shared() else { return };
+    let rig = Aggregated::start(cluster, &[]);
+    let protocol =
+        Protocol::Https { path: path_in("apps"), headers: MASTER.into(), body: 64 << 10 };
+    // Over a new connection for each call, as after the loss of a connection.
+    let front_proxy = rig.issued_by_front_proxy_ca("front-proxy", ClientAuth);
+    while_abused("aggregated API", rig.served.port, rig.served.process.pid(), protocol, || {
+        assert_eq!(rig.status(Some(&front_proxy), APIS, MASTER), 200);
+    });
 }

@@ -5,6 +5,7 @@ use csi_loopback::kubernetes::cbt_http::{
 };
 use http::Method;
 use k8s_openapi::api::rbac::v1::PolicyRule;
+use support::abuse::{Protocol, while_abused};
 use support::cluster::shared;
 
 use super::rig::{Desk, Rig, page_of};
@@ -246,4 +247,22 @@ fn tokens_and_secrets_are_never_logged() {
     for word in tokens.iter().map(String::as_str).chain([SECRET]) {
         assert!(!shown.contains(word), "{word} is shown");
     }
+}
+
+#[test]
+#[ignore = "full tier"]
+fn abuse_of_the_port_delays_no_page_and_no_lease() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, &[], &["--kube-api-qps", "20", "--kube-api-burst", "20"]);
+    let (first, second) = rig.sample();
+    let protocol = Protocol::Https {
+        path: PATH.into(),
+        headers: "Authorization: Bearer junk\r\n".into(),
+        body: 3 << 20,
+    };
+    let served = &rig.replica.served;
+    while_abused("cbt-http", rig.replica.port, served.process.pid(), protocol, || {
+        // A page is served only by the replica that has the lease.
+        rig.desk.page(&rig.replica, &rig.desk.page_request(&first, &second, 0, 256));
+    });
 }

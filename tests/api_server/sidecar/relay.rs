@@ -10,12 +10,12 @@ use csi_loopback::backend::tracker::{Bitmap, RecordReader, RecordWriter};
 use csi_loopback::backend::{Block, BlockRange, PoolKind};
 use csi_loopback::proto::snapshotmetadata as api;
 use nix::sys::signal::Signal;
-use nix::unistd::Pid;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status, Streaming};
 use tonic_health::pb::health_check_response::ServingStatus;
 
 use api::snapshot_metadata_client::SnapshotMetadataClient;
+use support::abuse::resident;
 use support::cluster::Cluster;
 use support::cluster::sidecar::{channel, spawn};
 use support::cluster::sidecar_rig::{MetadataRequest, Options, Rig, client_at, collect};
@@ -123,19 +123,13 @@ fn a_stream_of_a_killed_driver_can_be_resumed() {
     );
 }
 
-fn resident(pid: Pid) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
-}
-
 #[test]
 #[ignore = "full tier"]
 fn a_client_that_stops_reading_costs_little_memory() {
     let Some(cluster) = shared() else { return };
     let seconds = std::env::var("SIDECAR_STALL_SECONDS").ok().and_then(|text| text.parse().ok());
     let count = 10_000_000;
-    let rig = with_long_delta(cluster, count, &[]);
+    let rig = with_long_delta(cluster, count, &["--stall-timeout", "0s"]);
     // The first stream creates threads and buffers that remain, so measure afterwards.
     let mut request = rig.delta("first", "second");
     request.starting_offset = (extent(count - 100_000).0) as i64;
@@ -215,6 +209,25 @@ fn streams_over_the_limit_are_refused() {
     assert!(end.is_ok() && found.len() == 2_000_000);
 }
 
+#[test]
+fn a_stream_that_is_not_read_ends_and_can_be_resumed() {
+    let Some(cluster) = shared() else { return };
+    let count = 1_000_000;
+    let rig = with_long_delta(cluster, count, &["--stall-timeout", "1s"]);
+    let mut stream = open(&rig, rig.delta("first", "second"));
+    let first = next(&rig, &mut stream).unwrap().unwrap();
+    wait_for("the stream has ended", || rig.metric("csi_loopback_sidecar_streams_open ") == 0.0);
+    let (more, end) = drain(&rig, &mut stream);
+    let end = end.expect_err("the stream is incomplete");
+    assert_eq!(end.code(), Code::DeadlineExceeded, "{end:?}");
+    assert!(end.message().contains("--stall-timeout"), "{end:?}");
+    let received = [first, more].concat();
+    let (offset, size) = *received.last().unwrap();
+    let mut rest = rig.delta("first", "second");
+    rest.starting_offset = (offset + size) as i64;
+    assert_eq!(rig.extents(rest).len() + received.len(), count as usize);
+}
+
 /// Reads a whole stream; returns its duration.
 async fn timed(
     client: SnapshotMetadataClient<Channel>,
@@ -282,7 +295,10 @@ fn termination_drains_streams_until_the_timeout() {
     let request = MetadataRequest::from(rig.allocated("first"));
     rig.sidecar.process.signal(Signal::SIGTERM);
     wait_for("it is no longer ready", || rig.http("/health").starts_with("HTTP/1.1 503"));
-    let refused = cluster.block_on(collect(client, request)).expect_err("nothing new begins");
+    // A call that crosses the server's GOAWAY may still begin (RFC 9113, section 6.8).
+    let refused = cluster.wait_for("a new call is refused", || {
+        cluster.block_on(collect(client.clone(), request.clone())).err()
+    });
     assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
     let (found, end) = drain(&rig, &mut reading);
     assert!(end.is_ok(), "{end:?}");

@@ -3,6 +3,9 @@
 use std::fmt::Write as _;
 use support::cluster::shared;
 
+use csi_loopback::proto::snapshotmetadata as api;
+use prost::Message;
+use support::abuse::{Protocol, while_abused};
 use tonic::Code;
 
 use support::cluster::sidecar_rig::{AUDIENCE, MetadataRequest, Options, Rig};
@@ -97,4 +100,50 @@ fn tokens_and_secrets_are_never_logged() {
     use base64::Engine;
     let encoded = base64::engine::general_purpose::STANDARD_NO_PAD.encode(SECRET);
     assert!(!shown.contains(&encoded[..24]), "a secret is shown in base64");
+}
+
+/// A call with a token that no authority has signed.
+fn junk(number: u64) -> Vec<u8> {
+    let token = format!("junk.{number}.{}", "x".repeat(500));
+    let request = api::GetMetadataAllocatedRequest {
+        security_token: token,
+        namespace: "default".into(),
+        snapshot_name: "first".into(),
+        ..Default::default()
+    };
+    request.encode_to_vec()
+}
+
+#[test]
+#[ignore = "full tier"]
+fn abuse_of_the_grpc_port_delays_no_other_client() {
+    let Some(cluster) = shared() else { return };
+    let flags = ["--kube-api-qps", "20", "--kube-api-burst", "20", "--review-cache-ttl", "0s"];
+    let rig = Rig::with(cluster, Options { sidecar: &flags, ..Options::default() });
+    rig.write(1, [1]);
+    rig.snapshot("first");
+    let protocol = Protocol::Grpc {
+        method: "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated",
+        call: junk,
+    };
+    let process = rig.sidecar.process.pid();
+    while_abused("sidecar", rig.sidecar.port, process, protocol, || {
+        rig.extents(rig.allocated("first"));
+    });
+    let lines = rig.sidecar.process.log();
+    let refused = lines.lines().filter(|line| line.contains("UNAUTHENTICATED")).count();
+    let omitted = lines.lines().filter(|line| line.contains("omitted=")).count();
+    println!("report: sidecar: {refused} log lines of junk tokens, {omitted} with omitted ones");
+    assert!(refused < 600, "{refused} lines");
+}
+
+#[test]
+#[ignore = "full tier"]
+fn abuse_of_the_metrics_port_delays_no_probe() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let process = rig.sidecar.process.pid();
+    while_abused("metrics", rig.sidecar.http_port, process, Protocol::Http, || {
+        assert!(rig.http("/health").starts_with("HTTP/1.1 200"));
+    });
 }

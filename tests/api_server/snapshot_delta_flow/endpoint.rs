@@ -11,7 +11,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use csi_loopback::kubernetes::cbt_http::{PATH, PageRequest, Problem, ProblemKind};
-use csi_loopback::kubernetes::https::{self, Limits};
+use csi_loopback::kubernetes::https::{self, Bounds, Limits, refuse_in_text};
 use csi_loopback::kubernetes::tls::{self, Certificates};
 use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
 use serde_json::{Value, json};
@@ -88,12 +88,13 @@ impl Endpoint {
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let routes =
             Router::new().route(PATH, get(answer).post(answer)).with_state(Arc::clone(&known));
+        let routes = Bounds::new(LIMITS).around(routes, refuse_in_text);
         let (phase, shutdown) = Shutdown::manual();
         let port = cluster.block_on(async {
             let listener = tls::listen(0).await.unwrap();
             let port = listener.local_addr().unwrap().port();
             let incoming = tls::incoming(listener, config, shutdown.clone());
-            tokio::spawn(https::serve(incoming, routes, LIMITS, shutdown));
+            tokio::spawn(https::serve(incoming, routes, LIMITS.request, shutdown));
             port
         });
         Self { port, known, phase }

@@ -11,6 +11,7 @@ use kube::Api;
 use kube::api::PostParams;
 use serde_json::{Value, json};
 
+use super::runtime::argument;
 use super::{DRIVER, NAMESPACE, admission, aggregated, apply, deploy, directories, objects};
 use support::cluster::Cluster;
 use support::cluster::programs::stdout_of;
@@ -120,6 +121,33 @@ fn only_the_sidecar_of_the_drivers_pod_has_a_token() {
         });
         assert_eq!(has_token, container["name"] == "metadata", "{what}");
     }
+}
+
+#[test]
+fn the_sidecar_has_only_the_socket_for_metadata() {
+    let Some(cluster) = shared() else { return };
+    let mut sidecars = 0;
+    for (what, sidecar, pod) in containers(cluster) {
+        if sidecar["name"] != "metadata" {
+            continue;
+        }
+        sidecars += 1;
+        let mut all = pod["containers"].as_array().unwrap().iter();
+        let driver = all.find(|container| container["name"] == "driver").unwrap();
+        let socket = argument(driver, "--metadata-endpoint").strip_prefix("unix://").unwrap();
+        assert_eq!(argument(sidecar, "--csi-address"), socket, "{what}");
+        let group = argument(driver, "--metadata-socket-group");
+        assert_ne!(group, argument(driver, "--socket-group"), "{what}");
+        assert_eq!(sidecar["securityContext"]["runAsGroup"].to_string(), group, "{what}");
+        assert_eq!(argument(driver, "--target-root"), "/var/lib/kubelet", "{what}");
+        let mounts = |container: &Value| -> BTreeSet<String> {
+            let mounts = container["volumeMounts"].as_array().unwrap().iter();
+            mounts.map(|mount| mount["name"].as_str().unwrap().to_owned()).collect()
+        };
+        let shared: Vec<_> = mounts(driver).intersection(&mounts(sidecar)).cloned().collect();
+        assert_eq!(shared, ["metadata-socket"], "{what}");
+    }
+    assert_eq!(sidecars, 4);
 }
 
 #[test]

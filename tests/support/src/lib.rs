@@ -2,6 +2,7 @@
 //! and a cleanup that also runs after a panic and removes only what the test has created.
 //! `NO_TEST_CLEAN_UP=1` keeps everything for inspection.
 
+pub mod abuse;
 pub mod cluster;
 pub mod container;
 pub mod delta;

@@ -1,0 +1,254 @@
+//! A client that abuses a listener of this machine from an address of its own (127.0.0.2), for a
+//! bounded time and with a bounded number of connections, while a well-behaved client calls it.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use nix::unistd::Pid;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
+use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+/// Memory limit in the manifests of deploy/.
+const MEMORY: u64 = 512 << 20;
+/// Maximum time of a call of the well-behaved client.
+const CALL: Duration = Duration::from_secs(2);
+/// Calls of the well-behaved client during the abuse.
+const CALLS: u32 = 40;
+/// Time that a connection of the abuse stays open at most.
+const HOLD: Duration = Duration::from_secs(20);
+
+/// What listens on the port.
+#[derive(Debug, Clone)]
+pub enum Protocol {
+    /// Plain HTTP/1.1.
+    Http,
+    /// HTTPS with bodies of up to `body` bytes at `path`; `headers` end with a line break.
+    Https { path: String, headers: String, body: usize },
+    /// gRPC over TLS; messages of `call` hold a junk token.
+    Grpc { method: &'static str, call: fn(u64) -> Vec<u8> },
+}
+
+/// Abuses the port while `call` is made repeatedly. Reports the slowest call and the memory of the
+/// process, and fails if a call takes too long or the memory exceeds the manifest's limit.
+pub fn while_abused(
+    what: &str,
+    port: u16,
+    process: Pid,
+    protocol: Protocol,
+    mut call: impl FnMut(),
+) {
+    let idle = resident(process);
+    let attack =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    for number in 0..600 {
+        let protocol = protocol.clone();
+        attack.spawn(async move {
+            loop {
+                // An error is the server's answer to the abuse.
+                let _ = timeout(HOLD, abuse(port, number, &protocol)).await;
+                sleep(Duration::from_millis(200)).await;
+            }
+        });
+    }
+    std::thread::sleep(Duration::from_secs(2));
+    let (mut times, mut most) = (Vec::new(), idle);
+    for _ in 0..CALLS {
+        let started = Instant::now();
+        call();
+        times.push(started.elapsed());
+        most = most.max(resident(process));
+        std::thread::sleep(Duration::from_millis(150));
+    }
+    attack.shutdown_background();
+    times.sort_unstable();
+    let (median, slowest) = (times[times.len() / 2], times[times.len() - 1]);
+    println!(
+        "report: {what}: calls during abuse take {median:.1?}, at most {slowest:.1?}; {} MiB, idle {} MiB",
+        most >> 20,
+        idle >> 20
+    );
+    assert!(slowest < CALL, "{what}: a call took {slowest:?}");
+    assert!(most < MEMORY, "{what}: the process has {most} bytes");
+    call();
+}
+
+/// One connection of the abuse, of a kind that depends on its number.
+async fn abuse(port: u16, number: u64, protocol: &Protocol) -> std::io::Result<()> {
+    let mut stream = connect(port).await?;
+    match (number % 10, protocol) {
+        // Silent, from before the handshake or the request.
+        (0..4, _) => {}
+        (4, Protocol::Http) => stream.write_all(b"GET /metrics HTTP/1.1\r\nX: ").await?,
+        (_, Protocol::Http) => drip(&mut stream, b"GET /").await?,
+        // Half a ClientHello.
+        (4, _) => stream.write_all(&[22, 3, 1, 2, 0, 1]).await?,
+        (_, Protocol::Https { path, headers, body }) => {
+            let mut stream = tls(stream, b"http/1.1").await?;
+            let head = |length: usize| {
+                format!(
+                    "POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {length}\r\n\r\n"
+                )
+            };
+            match number % 10 {
+                5 => {}
+                6 => drip(&mut stream, b"POST /").await?,
+                7 => {
+                    stream.write_all(head(body * 2).as_bytes()).await?;
+                    stream.write_all(&vec![b' '; *body]).await?;
+                }
+                // All but the last byte.
+                _ => {
+                    stream.write_all(head(*body).as_bytes()).await?;
+                    stream.write_all(&vec![b' '; body - 1]).await?;
+                }
+            }
+            return hold(stream).await;
+        }
+        (kind, Protocol::Grpc { method, call }) => {
+            let stream = tls(stream, b"h2").await?;
+            return match kind {
+                5 => hold(stream).await,
+                6 => {
+                    let mut stream = stream;
+                    drip(&mut stream, b"PRI * HTTP/2.0\r\n").await?;
+                    hold(stream).await
+                }
+                _ => calls(stream, method, *call, number).await,
+            };
+        }
+    }
+    hold(stream).await
+}
+
+/// Calls on one connection: unfinished messages of the maximum size, and junk tokens, whose answers
+/// are not read.
+async fn calls(
+    stream: TlsStream<TcpStream>,
+    method: &str,
+    call: fn(u64) -> Vec<u8>,
+    number: u64,
+) -> std::io::Result<()> {
+    let builder = h2::client::Builder::new();
+    let (mut client, connection) =
+        builder.handshake::<_, Bytes>(stream).await.map_err(std::io::Error::other)?;
+    let connection = tokio::spawn(connection);
+    let mut open = Vec::new();
+    for one in 0..50 {
+        let request = http::Request::post(format!("https://localhost{method}"))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .body(())
+            .unwrap();
+        client = client.ready().await.map_err(std::io::Error::other)?;
+        let (answer, mut body) =
+            client.send_request(request, false).map_err(std::io::Error::other)?;
+        let whole = number % 10 == 9;
+        let message = match whole {
+            true => framed(&call(number * 100 + one), 0),
+            false => framed(&vec![0; 60_000], 1),
+        };
+        body.send_data(message, whole).map_err(std::io::Error::other)?;
+        open.push((answer, body));
+        sleep(Duration::from_millis(20)).await;
+    }
+    sleep(HOLD).await;
+    connection.abort();
+    Ok(())
+}
+
+/// A length-prefixed message that promises `more` bytes than it has.
+fn framed(message: &[u8], more: usize) -> Bytes {
+    let length = u32::try_from(message.len() + more).unwrap();
+    [&[0], &length.to_be_bytes()[..], message].concat().into()
+}
+
+async fn connect(port: u16) -> std::io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind(SocketAddr::from(([127, 0, 0, 2], 0)))?;
+    socket.connect(SocketAddr::from(([127, 0, 0, 1], port))).await
+}
+
+/// Sends a byte a second.
+async fn drip(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> std::io::Result<()> {
+    for byte in bytes {
+        stream.write_all(&[*byte]).await?;
+        stream.flush().await?;
+        sleep(Duration::from_secs(1)).await;
+    }
+    Ok(())
+}
+
+/// Keeps the connection open until the server closes it.
+async fn hold(mut stream: impl tokio::io::AsyncRead + Unpin) -> std::io::Result<()> {
+    while stream.read(&mut [0; 1024]).await? > 0 {}
+    Ok(())
+}
+
+async fn tls(stream: TcpStream, protocol: &[u8]) -> std::io::Result<TlsStream<TcpStream>> {
+    let ring = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ClientConfig::builder_with_provider(ring)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(AnyServer))
+        .with_no_client_auth();
+    config.alpn_protocols = vec![protocol.to_vec()];
+    let name = ServerName::try_from("localhost").unwrap();
+    TlsConnector::from(Arc::new(config)).connect(name, stream).await
+}
+
+/// Accepts any certificate: the abuse has nothing to protect.
+#[derive(Debug)]
+struct AnyServer;
+
+impl ServerCertVerifier for AnyServer {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        let ring = rustls::crypto::ring::default_provider();
+        ring.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// The resident memory of a process in bytes.
+pub fn resident(process: Pid) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}

@@ -51,8 +51,9 @@ use target::Target;
 
 use crate::client::cluster::{self, ClusterArgs};
 use crate::client::connection::Connection;
+use crate::client::format::{self, print_one, print_rows};
 use crate::client::stop::Stop;
-use crate::client::{self, Options, Output, format, progress};
+use crate::client::{self, Options, Output, progress};
 use crate::quantity;
 
 /// The commands, flattened into the binary's command line.
@@ -137,18 +138,6 @@ fn warn_of_damage(inventory: &Inventory) -> ExitCode {
         eprintln!("csi-loopback: backup {id}: {error:#}");
     }
     if inventory.damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-/// Prints one result.
-fn print<T: serde::Serialize>(
-    output: Output,
-    value: &T,
-    shown: impl FnOnce() -> String,
-) -> Result<()> {
-    match output {
-        Output::Table => Ok(format::print(&shown())?),
-        _ => Ok(format::print(&serde_json::to_string_pretty(value)?)?),
-    }
 }
 
 async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Result<ExitCode> {
@@ -246,8 +235,8 @@ fn print_all<T: serde::Serialize>(
     texts: Vec<String>,
 ) -> Result<()> {
     match values {
-        [only] if !is_group => print(output, only, || texts.concat()),
-        all => print(output, &all, || texts.join("\n\n")),
+        [only] if !is_group => print_one(output, only, |_| texts.concat()),
+        all => print_rows(output, all, |_| texts.join("\n\n")),
     }
 }
 
@@ -275,7 +264,7 @@ async fn show_command(
     if let (Some(fields), Ok(ids)) = (value.as_object_mut(), &chain_ids) {
         fields.insert("chain".to_owned(), json!(ids));
     }
-    print(options.print.output, &value, || match &chain_ids {
+    print_one(options.print.output, &value, |_| match &chain_ids {
         Ok(ids) => entry.facts([("chain", ids.join(", "))]),
         Err(_) => entry.facts([]),
     })?;
@@ -318,7 +307,7 @@ async fn verify_command(
     let value = json!({
         "backups": backups, "chunks": chunks, "stored_bytes": stored_bytes, "problems": problems,
     });
-    print(options.print.output, &value, || {
+    print_one(options.print.output, &value, |_| {
         let result = match problems.len() {
             0 => "no damage found".to_owned(),
             count => format!("{count} problems:\n{}", problems.join("\n")),
@@ -354,7 +343,7 @@ async fn prune_command(
     let value = json!({
         "removed": removed, "kept_for_others": needed, "unfinished_removed": unfinished, "dry_run": dry_run,
     });
-    print(options.print.output, &value, || {
+    print_one(options.print.output, &value, |_| {
         let verb = if dry_run { "would remove" } else { "removed" };
         let mut lines: Vec<_> = removed.iter().map(|id| format!("{verb} {id}")).collect();
         lines.extend(unfinished.iter().map(|id| format!("{verb} {id}, unfinished")));
@@ -395,7 +384,7 @@ async fn copy_command(
     })
     .await?;
     drop(shown);
-    print(options.print.output, &json!({ "copied": copied }), || match copied.len() {
+    print_one(options.print.output, &json!({ "copied": copied }), |_| match copied.len() {
         0 => format!("{} has them already", to.location()),
         _ => copied.iter().map(|id| format!("copied {id}")).collect::<Vec<_>>().join("\n"),
     })?;

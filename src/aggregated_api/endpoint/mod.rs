@@ -12,7 +12,7 @@ use std::error::Error as StdError;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
+use axum::body::{Bytes, HttpBody as _};
 use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER};
 use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
@@ -194,7 +194,9 @@ impl Endpoint {
         let answer = self.client.request(request).await;
         let (head, body) =
             answer.map_err(|error| EndpointError::Unreachable(root_cause(&error)))?.into_parts();
-        let share = self.answers.take(self.target.driver.clone(), room);
+        let expected = body.size_hint().exact().and_then(|length| usize::try_from(length).ok());
+        let reserved = expected.map_or(room, |length| length.min(room));
+        let share = self.answers.take(self.target.driver.clone(), reserved);
         let body = tokio::select! {
             body = Limited::new(body, room).collect() => body,
             () = share.revoked() => return Err(EndpointError::Busy),

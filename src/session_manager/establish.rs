@@ -260,7 +260,7 @@ pub async fn note_revocation(
         return Ok(());
     }
     // The data may be newer than the watch's last report, or no watch is running.
-    if !end::list_data(context, uid).await?.is_empty() {
+    if !end::data_of(context, request).await?.is_empty() {
         return Ok(());
     }
     let expiration = expiration(context, request, now);

@@ -123,6 +123,31 @@ fn calls(rig: &Rig<'_>) -> BTreeMap<String, usize> {
     counted
 }
 
+#[test]
+fn ending_a_session_lists_no_data_of_others() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    let ending = ["first", "second", "third"].map(|name| {
+        rig.session(name, &["monday"]);
+        name
+    });
+    let kept = rig.session("kept", &["monday"]);
+    let lists = || {
+        let calls = calls(&rig).into_iter();
+        let lists = calls.filter(|(what, _)| what.starts_with("list snapshotsessiondata"));
+        lists.map(|(_, count)| count).sum::<usize>()
+    };
+    let before = lists();
+    for name in ending {
+        cluster.delete(&rig.requests(), name);
+        rig.wait_until_gone(name);
+    }
+    assert_eq!(lists(), before);
+    let left: Vec<_> = rig.data().iter().map(|data| data.name_any()).collect();
+    assert_eq!(left, [kept]);
+}
+
 /// The manager's calls for one request: finalizer, token, data, Ready, event.
 const CALLS: usize = 5;
 

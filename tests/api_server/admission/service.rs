@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::rig::{Rig, With, assert_refused, pod, posted};
+use support::abuse::{Protocol, while_abused};
 use support::cluster::tls::Authority;
 use support::path;
 
@@ -152,4 +153,17 @@ fn reviews_are_counted_and_pod_content_is_not_logged() {
     }
     assert!(page.contains("certificate_expiry_timestamp_seconds"), "{page}");
     assert!(!rig.served.process.log().contains(secret));
+}
+
+#[test]
+#[ignore = "full tier"]
+fn abuse_of_the_webhooks_delays_no_review() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster, With::default());
+    let protocol =
+        Protocol::Https { path: "/validate-pod".into(), headers: String::new(), body: 7 << 20 };
+    while_abused("admission", rig.served.port, rig.served.process.pid(), protocol, || {
+        let answer = posted(&rig, "/validate-pod", "null");
+        assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
+    });
 }

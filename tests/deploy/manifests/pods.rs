@@ -87,8 +87,9 @@ fn all_but_driver_and_crust_ops_run_confined() {
         assert_eq!(is_root, needs_root, "{what}");
         if !is_root {
             assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
-            // With the group of the driver's socket.
-            assert_eq!(either("runAsGroup"), json!(65532), "{what}");
+            // With the group of its socket of the driver.
+            let group = if name == "metadata" { 65533 } else { 65532 };
+            assert_eq!(either("runAsGroup"), json!(group), "{what}");
         }
         for mount in container["volumeMounts"].as_array().into_iter().flatten() {
             // The directory of its socket, in memory.
@@ -247,6 +248,11 @@ pub fn of_deployment(cluster: &Cluster, namespace: &str, all: &[Value], flags: &
     ] {
         assert_eq!(only(all, kind).pointer(pointer), Some(labels), "{kind}");
     }
+    let policy = &only(all, "NetworkPolicy")["spec"];
+    assert_eq!(policy["policyTypes"], json!(["Ingress", "Egress"]));
+    let egress = policy["egress"].as_array().unwrap();
+    assert_eq!(egress[0]["ports"][0]["port"], 53, "{policy}");
+    assert_eq!(egress[1]["ports"][0]["port"], 443, "{policy}");
     let service = only(all, "Service");
     let port = &service["spec"]["ports"][0];
     let container = &template["spec"]["containers"][0];

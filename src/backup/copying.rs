@@ -32,16 +32,12 @@ pub struct Copying<'c> {
 }
 
 impl Copying<'_> {
-    /// Gets the first blocks, and records the backup when there are some: a refused listing leaves nothing.
-    pub async fn begin<S: Source>(
-        &mut self,
-        blocks: &mut Blocks<S>,
-    ) -> Result<Option<Vec<Extent>>> {
-        let first = self.stop.wait(blocks.next()).await?;
-        if !self.resumed {
-            self.repository.put_intent(self.intent).await?;
+    /// Records the backup, once its listing was not refused: a refused one leaves nothing.
+    pub async fn record(&self) -> Result<()> {
+        match self.resumed {
+            true => Ok(()),
+            false => self.repository.put_intent(self.intent).await,
         }
-        Ok(first)
     }
 
     /// Copies the `first` blocks and all that follow.

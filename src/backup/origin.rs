@@ -142,7 +142,8 @@ async fn by_driver(
     // First of all: what the driver refuses needs no volume.
     let listing = Listing::open(connection, query, copying.writer.end());
     let mut blocks = stop.wait(listing).await?.into_blocks();
-    let first = copying.begin(&mut blocks).await?;
+    copying.record().await?;
+    let first = stop.wait(blocks.next()).await?;
     let mut scratch = Scratch::start(connection).await?;
     let copied = async {
         let device = scratch.attach(connection, stop, snapshot).await?;
@@ -168,7 +169,9 @@ impl Consumer for Copy<'_> {
 
     async fn consume<S: Source>(mut self, map: BlockMap<S>) -> Result<()> {
         let mut blocks = Blocks::new(map, self.copying.writer.end());
-        let first = self.copying.begin(&mut blocks).await?;
+        // The sidecar's refusal arrives with the first blocks.
+        let first = self.copying.stop.wait(blocks.next()).await?;
+        self.copying.record().await?;
         self.copying.copy(first, blocks, self.device).await
     }
 }

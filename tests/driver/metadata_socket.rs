@@ -40,7 +40,8 @@ fn the_metadata_socket_serves_no_call_that_changes_a_volume() {
             assert!(!blocks.messages.is_empty());
             session_allocated(&snapshot).send(channel.clone()).await.unwrap();
             let mut bases = BaseAdminClient::new(channel.clone());
-            let listed = bases.list_bases(ListBasesRequest::default()).await.unwrap().into_inner();
+            let request = ListBasesRequest { volume_id: volume.clone(), ..Default::default() };
+            let listed = bases.list_bases(request).await.unwrap().into_inner();
             assert_eq!(listed.bases.len(), 1);
             // What it does not.
             let refused = [

@@ -122,7 +122,7 @@ fn build(mut config: Config, rate: Rate) -> anyhow::Result<Client> {
 
 /// Maximum time that a call waits for its turn. Calls that would wait longer are rejected and take
 /// no turn, so a burst ends when its calls end.
-const LONGEST_WAIT: Duration = Duration::from_secs(10);
+pub const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Delay of a rejection, so that a caller who retries at once costs no more than a waiting one.
 const REJECTION_DELAY: Duration = Duration::from_secs(1);
 

@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 
+use super::client::{LONGEST_WAIT, Overloaded};
 use crate::telemetry::peer::Peer;
 
 /// Maximum concurrent calls to the API server for the unauthenticated requests of one client.
@@ -43,12 +45,18 @@ struct Place {
 }
 
 impl PeerLimit {
-    /// Waits for the client's turn. `None` if too many of its requests wait already.
-    pub async fn turn(&self, peer: Peer) -> Option<Turn> {
-        let (place, turns) = self.queue(peer)?;
-        // The semaphore is never closed.
-        let permit = turns.acquire_owned().await.ok()?;
-        Some(Turn { _permit: permit, _place: place })
+    /// Waits for the client's turn.
+    ///
+    /// # Errors
+    /// Too many of its requests wait, or this one has waited for too long.
+    pub async fn turn(&self, peer: Peer) -> kube::Result<Turn> {
+        let overloaded = || kube::Error::Service(Overloaded.into());
+        let (place, turns) = self.queue(peer).ok_or_else(overloaded)?;
+        match timeout(LONGEST_WAIT, turns.acquire_owned()).await {
+            Ok(Ok(permit)) => Ok(Turn { _permit: permit, _place: place }),
+            // The semaphore is never closed.
+            Ok(Err(_)) | Err(_) => Err(overloaded()),
+        }
     }
 
     fn queue(&self, peer: Peer) -> Option<(Place, Arc<Semaphore>)> {
@@ -84,9 +92,9 @@ mod tests {
     use std::time::Duration;
 
     use tokio::task::JoinSet;
-    use tokio::time::timeout;
 
     use super::*;
+    use crate::kubernetes::client::is_overloaded;
 
     fn peer(text: &str) -> Peer {
         Peer::of(format!("{text}:1").parse().unwrap())
@@ -122,10 +130,11 @@ mod tests {
         while lock(&limit.peers).get(&peer("10.0.0.1")).is_none_or(|one| one.requests < WAITING) {
             tokio::task::yield_now().await;
         }
-        assert!(limit.turn(peer("10.0.0.1")).await.is_none());
-        assert!(limit.turn(peer("10.0.0.2")).await.is_some());
+        let refused = limit.turn(peer("10.0.0.1")).await.unwrap_err();
+        assert!(is_overloaded(&refused), "{refused}");
+        limit.turn(peer("10.0.0.2")).await.unwrap();
         waiting.shutdown().await;
-        assert!(limit.turn(peer("10.0.0.1")).await.is_some());
+        limit.turn(peer("10.0.0.1")).await.unwrap();
         assert!(lock(&limit.peers).is_empty());
     }
 }

@@ -21,7 +21,6 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use super::cache::in_time;
-use super::client::Overloaded;
 use super::peer_limit::PeerLimit;
 use crate::telemetry::peer::Peer;
 
@@ -116,8 +115,7 @@ impl Reviewer {
         audience: &str,
         peer: Peer,
     ) -> Result<Grant, Denied> {
-        let turn = self.peers.turn(peer).await;
-        let _turn = turn.ok_or_else(|| unknown(kube::Error::Service(Overloaded.into())))?;
+        let _turn = self.peers.turn(peer).await.map_err(unknown)?;
         let spec = TokenReviewSpec {
             token: Some(token.to_owned()),
             audiences: Some(vec![audience.to_owned()]),

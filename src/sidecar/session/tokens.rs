@@ -24,7 +24,6 @@ use crate::kubernetes::peer_limit::PeerLimit;
 use crate::kubernetes::session::SnapshotSessionData;
 use crate::sidecar::refusal::{Reason, Refusal};
 use crate::sidecar::request::Token;
-use crate::sidecar::service::too_many;
 use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -107,12 +106,12 @@ impl Tokens {
     }
 
     async fn fetch(&self, token: &Token, peer: Peer) -> Result<Arc<SnapshotSessionData>, Refusal> {
-        let turn = self.peers.turn(peer).await;
-        let _turn = turn.ok_or_else(|| too_many("unknown session tokens"))?;
+        let failed = |error| Refusal::api("read SnapshotSessionData in its namespace", &error);
+        let _turn = self.peers.turn(peer).await.map_err(failed)?;
         match in_time(self.lookup_api.get_opt(token.reveal())).await {
             Ok(Some(session)) => Ok(Arc::new(session)),
             Ok(None) => Err(invalid()),
-            Err(error) => Err(Refusal::api("read SnapshotSessionData in its namespace", &error)),
+            Err(error) => Err(failed(error)),
         }
     }
 }

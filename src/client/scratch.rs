@@ -31,6 +31,9 @@ const REMOVAL: Duration = Duration::from_secs(60);
 const DIRECTORY_PREFIX: &str = "csi-loopback-verify-";
 const VOLUME_PREFIX: &str = "verify-";
 
+/// Directories that a run creates at most until other processes leave one to it.
+const ATTEMPTS: u32 = 100;
+
 /// Digits of the number of a run.
 const NONCE_DIGITS: usize = 16;
 
@@ -141,14 +144,17 @@ impl Scratch {
 
     /// Creates the directory below `parent`; only the user can read it.
     pub fn new(parent: &Path) -> Result<Self> {
-        let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
-        let nonce = format!("{random:016x}");
-        let root = parent.join(format!("{DIRECTORY_PREFIX}{nonce}"));
-        make_dir(&root)?;
-        // A process that removes leftovers may lock the directory first, and remove it.
-        let lock = lock(&root)
-            .with_context(|| format!("{} was removed by another command; retry", root.display()))?;
-        Ok(Self { root, nonce, volumes: Vec::new(), _lock: lock })
+        for _ in 0..ATTEMPTS {
+            let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
+            let nonce = format!("{random:016x}");
+            let root = parent.join(format!("{DIRECTORY_PREFIX}{nonce}"));
+            make_dir(&root)?;
+            // A process that removes leftovers may lock the directory first, and remove it.
+            if let Some(lock) = lock(&root).filter(|_| root.exists()) {
+                return Ok(Self { root, nonce, volumes: Vec::new(), _lock: lock });
+            }
+        }
+        bail!("other commands remove the directories for temporary volumes in {}", parent.display())
     }
 
     /// Attaches the data of a snapshot and returns the path of its block device.
@@ -420,6 +426,8 @@ fn text(path: &Path) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::super::fake_driver::Fake;
     use super::*;
 
@@ -435,6 +443,25 @@ mod tests {
         drop(running);
         let found: Vec<_> = abandoned(parent.path()).into_iter().map(|one| one.root).collect();
         assert_eq!(found, [root]);
+    }
+
+    #[test]
+    fn commands_that_start_at_the_same_time_do_not_fail() {
+        let parent = tempfile::tempdir().unwrap();
+        let (path, running) = (parent.path(), AtomicBool::new(true));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while running.load(Ordering::Relaxed) {
+                    for scratch in abandoned(path) {
+                        fs::remove_dir(&scratch.root).unwrap();
+                    }
+                }
+            });
+            let started: Vec<bool> =
+                (0..2000).map(|_| Scratch::new(path).is_ok_and(|own| own.root.exists())).collect();
+            running.store(false, Ordering::Relaxed);
+            assert!(started.iter().all(|started| *started));
+        });
     }
 
     #[tokio::test]

@@ -5,7 +5,7 @@
 # interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio
-#           writers month changes backup (all)
+#           writers volumes month changes backup (all)
 # --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
 #           not meaningful
 #

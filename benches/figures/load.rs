@@ -43,6 +43,8 @@ pub struct Load {
     /// fio's `bs`: 4k, 128k.
     pub block_size: &'static str,
     pub milliseconds: u64,
+    /// End after this number of operations, too; 0: no limit.
+    pub operations: u64,
     /// Flush after this number of writes; 0: never.
     pub flush_every: u32,
     /// Whether each run uses each offset once, in the same order. Otherwise offsets are random and
@@ -67,6 +69,7 @@ impl Load {
             format!("--bs={}", self.block_size),
             format!("--runtime={}ms", self.milliseconds),
             format!("--fsync={}", self.flush_every),
+            format!("--number_ios={}", self.operations),
         ];
         let mut arguments = vec!["--name=figure", "--time_based", "--output-format=json"];
         arguments.extend(["--ioengine=libaio", "--iodepth=16", "--direct=1"]);

@@ -42,7 +42,7 @@ impl Options {
 /// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 16] = [
+const ROWS: [(&str, Measure); 17] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -56,6 +56,7 @@ const ROWS: [(&str, Measure); 16] = [
     ("catalog", rows::catalog::measure),
     ("fio", rows::fio::measure),
     ("writers", rows::writers::measure),
+    ("volumes", rows::writers::volumes),
     ("month", rows::month::measure),
     ("changes", rows::changes::measure),
     ("backup", rows::backup::measure),

@@ -17,6 +17,7 @@ use crate::stats::{bytes, digits, grouped, time};
 use crate::{Options, kernel, writer};
 
 /// A load in the life of a volume, and its target.
+#[derive(Clone, Copy)]
 struct Phase {
     /// Number of snapshots before the phase. Missing ones are taken at its start.
     snapshots: usize,
@@ -27,6 +28,7 @@ struct Phase {
     target: Option<Target>,
 }
 
+#[derive(Clone, Copy)]
 struct Target {
     what: &'static str,
     least: f64,
@@ -75,13 +77,20 @@ const PHASES: [Phase; 8] = [
     },
 ];
 
+/// The phases of a large volume: all blocks are written once, and one
+/// snapshot is taken.
+const LARGE: [Phase; 4] = [PHASES[HOLES], PHASES[BEFORE], PHASES[3], PHASES[4]];
+
+/// Most writes into a volume that its pool cannot hold as a whole.
+const SPARSE_WRITES: u64 = 200_000;
+
 impl Phase {
-    fn load(&self, options: Options) -> Load {
+    fn load(&self, options: Options, operations: u64) -> Load {
         let (pattern, block_size) =
             if self.sequential { ("write", "128k") } else { ("randwrite", "4k") };
         let flush_every = if self.flushes { 16 } else { 0 };
         let milliseconds = options.pick(10_000, 200);
-        Load { pattern, block_size, milliseconds, flush_every, repeats: false }
+        Load { pattern, block_size, milliseconds, operations, flush_every, repeats: false }
     }
 
     fn name(&self) -> String {
@@ -94,30 +103,45 @@ impl Phase {
 type Life = Vec<LoadResult>;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
-    if !load::is_available() {
-        let row = Row::value("writers", "writes after snapshots", "fio is not installed");
-        report.row(row.must("0.6 of before", None));
-        return Ok(());
-    }
     let size = options.pick(2 << 30, 64 << 20);
-    let large = ours(options, size, 64 << 10)?;
-    let small = ours(options, size, 4096)?;
-    let plain = plain(options, size)?;
-    let host_path = host_path(options, size);
+    let course = Course { options, phases: &PHASES, size, pool: 6 * size + (1 << 30), most: 0 };
+    let host_path = course.host_path();
     if let Err(reason) = &host_path {
         report.note(format!("writers: {}", host_path::missing(reason)));
     }
-    let lives = Lives { large, small, plain, host_path: host_path.ok() };
-    for (number, phase) in PHASES.iter().enumerate() {
-        report.row(lives.row(number, phase, size));
-    }
+    course.report("writers", host_path.ok(), report)?;
     report.note(
-        "writers: measured is a volume on a pool with blocks of 64 KiB; queue depth 16, libaio, direct I/O; flushed: a \
-         flush after every 16 writes; a plain loop device has no snapshots",
+        "writers, volumes: measured is a volume on a pool with blocks of 64 KiB; queue depth 16, libaio, direct I/O; \
+         flushed: a flush after every 16 writes; a plain loop device has no snapshots",
     );
     Ok(())
 }
 
+/// A volume of 20 GiB, which does not fit into the dirty part of the page cache, and a sparse volume of
+/// 200 GiB.
+pub fn volumes(options: Options, report: &mut Report) -> Result<()> {
+    let size = options.pick(20 << 30, 128 << 20);
+    let pool = 2 * size + options.pick(4 << 30, 1 << 30);
+    let course = Course { options, phases: &LARGE, size, pool, most: 0 };
+    course.report("volumes", None, report)?;
+    let sparse = Course { phases: &LARGE[..1], size: 10 * size, most: SPARSE_WRITES, ..course };
+    sparse.report("volumes", None, report)
+}
+
+/// What is measured: the phases of a volume.
+#[derive(Clone, Copy)]
+struct Course {
+    options: Options,
+    phases: &'static [Phase],
+    /// Size of the volume.
+    size: u64,
+    /// Size of the pool.
+    pool: u64,
+    /// Most writes of a phase; 0: no limit.
+    most: u64,
+}
+
+/// The results of the same course on each kind of volume.
 struct Lives {
     large: Life,
     small: Life,
@@ -125,8 +149,84 @@ struct Lives {
     host_path: Option<Life>,
 }
 
+impl Course {
+    fn report(self, row: &'static str, host_path: Option<Life>, report: &mut Report) -> Result<()> {
+        if !load::is_available() {
+            report.row(Row::value(row, "writes after snapshots", "fio is not installed"));
+            return Ok(());
+        }
+        let lives = Lives {
+            large: self.ours(64 << 10)?,
+            small: self.ours(4096)?,
+            plain: self.plain()?,
+            host_path,
+        };
+        for (number, phase) in self.phases.iter().enumerate() {
+            report.row(lives.row(row, number, phase, self.size));
+        }
+        Ok(())
+    }
+
+    /// Runs the phases on a device, which is filled sequentially after the first phase.
+    fn live(self, device: &Path, mut snapshot: impl FnMut(usize) -> Result<()>) -> Result<Life> {
+        let mut snapshots = 0;
+        let mut life = Life::new();
+        for (number, phase) in self.phases.iter().enumerate() {
+            if number == HOLES + 1 {
+                writer::fill(device, self.size)?;
+            }
+            while snapshots < phase.snapshots {
+                snapshots += 1;
+                snapshot(snapshots)?;
+            }
+            let result = phase.load(self.options, self.most).run(device)?;
+            let rate = bytes(result.bytes_per_second as u64);
+            println!("    {}: {}, {rate}/s", phase.name(), describe(result));
+            life.push(result);
+        }
+        Ok(life)
+    }
+
+    /// A volume of the driver on an allocated image, as in an image pool.
+    fn ours(self, block_size: u64) -> Result<Life> {
+        println!("    -- {}, blocks of {}", bytes(self.size), bytes(block_size));
+        let layout = Layout { bytes: self.pool, block_size, is_allocated: true };
+        let driver = Driver::start_on(layout)?;
+        let volume = driver.volume("writers", self.size, Capability::Block)?;
+        let device = driver.publish(&volume, Capability::Block)?;
+        let file = File::open(driver.pool.volume(&volume))?;
+        self.live(&device, |number| {
+            let begun = Instant::now();
+            driver.snapshot(&format!("after-{number}"), &volume)?;
+            let took = begun.elapsed().as_secs_f64();
+            let extents = kernel::extents(&file)?;
+            println!("    snapshot {number}: {}, {} extents", time(took), digits(extents.into()));
+            Ok(())
+        })
+    }
+
+    fn plain(self) -> Result<Life> {
+        println!("    -- plain loop device of {}", bytes(self.size));
+        let directory = tempfile::TempDir::with_prefix("figures-")?;
+        let file = directory.path().join("plain");
+        File::create_new(&file)?.set_len(self.size)?;
+        let device = PlainLoop::attach(&file)?;
+        self.live(device.path(), |_| Ok(()))
+    }
+
+    fn host_path(self) -> Result<Life> {
+        let driver = HostPath::start(5 * self.size)?;
+        println!("    -- csi-driver-host-path");
+        let volume = driver.volume("writers", self.size)?;
+        let device = driver.device(&volume)?;
+        self.live(&device, |number| {
+            driver.snapshot(&format!("after-{number}"), &volume.id).map(drop)
+        })
+    }
+}
+
 impl Lives {
-    fn row(&self, number: usize, phase: &Phase, size: u64) -> Row {
+    fn row(&self, row: &'static str, number: usize, phase: &Phase, size: u64) -> Row {
         let result = self.large[number];
         let what = format!("{}, {} raw block volume", phase.name(), bytes(size));
         let mut peers = vec![
@@ -136,7 +236,7 @@ impl Lives {
         peers.extend(
             self.host_path.as_ref().map(|life| format!("host-path: {}", describe(life[number]))),
         );
-        let row = Row::value("writers", what, describe(result));
+        let row = Row::value(row, what, describe(result));
         let Some(Target { what, least, of }) = &phase.target else {
             return row.against(peers.join("; "), None);
         };
@@ -152,66 +252,4 @@ impl Lives {
 
 fn describe(result: LoadResult) -> String {
     format!("{} IOPS, p99 {}", grouped(result.iops.round() as i64), time(result.p99))
-}
-
-/// Runs the phases on a device, which is filled sequentially after the first phase.
-fn live(
-    options: Options,
-    device: &Path,
-    size: u64,
-    mut snapshot: impl FnMut(usize) -> Result<()>,
-) -> Result<Life> {
-    let mut snapshots = 0;
-    let mut life = Life::new();
-    for (number, phase) in PHASES.iter().enumerate() {
-        if number == HOLES + 1 {
-            writer::fill(device, size)?;
-        }
-        while snapshots < phase.snapshots {
-            snapshots += 1;
-            snapshot(snapshots)?;
-        }
-        let result = phase.load(options).run(device)?;
-        let rate = bytes(result.bytes_per_second as u64);
-        println!("    {}: {}, {rate}/s", phase.name(), describe(result));
-        life.push(result);
-    }
-    Ok(life)
-}
-
-/// A volume of the driver on an allocated image, as in an image pool.
-fn ours(options: Options, size: u64, block_size: u64) -> Result<Life> {
-    println!("    -- blocks of {}", bytes(block_size));
-    let driver =
-        Driver::start_on(Layout { bytes: 6 * size + (1 << 30), block_size, is_allocated: true })?;
-    let volume = driver.volume("writers", size, Capability::Block)?;
-    let device = driver.publish(&volume, Capability::Block)?;
-    let file = File::open(driver.pool.volume(&volume))?;
-    live(options, &device, size, |number| {
-        let begun = Instant::now();
-        driver.snapshot(&format!("after-{number}"), &volume)?;
-        let took = begun.elapsed().as_secs_f64();
-        let extents = kernel::extents(&file)?;
-        println!("    snapshot {number}: {}, {} extents", time(took), digits(f64::from(extents)));
-        Ok(())
-    })
-}
-
-fn plain(options: Options, size: u64) -> Result<Life> {
-    println!("    -- plain loop device");
-    let directory = tempfile::TempDir::with_prefix("figures-")?;
-    let file = directory.path().join("plain");
-    File::create_new(&file)?.set_len(size)?;
-    let device = PlainLoop::attach(&file)?;
-    live(options, device.path(), size, |_| Ok(()))
-}
-
-fn host_path(options: Options, size: u64) -> Result<Life> {
-    let driver = HostPath::start(5 * size)?;
-    println!("    -- csi-driver-host-path");
-    let volume = driver.volume("writers", size)?;
-    let device = driver.device(&volume)?;
-    live(options, &device, size, |number| {
-        driver.snapshot(&format!("after-{number}"), &volume.id).map(drop)
-    })
 }

@@ -5,7 +5,7 @@ use support::cluster::shared;
 
 use csi_loopback::proto::snapshotmetadata as api;
 use prost::Message;
-use support::abuse::{Protocol, while_abused};
+use support::abuse::{JUNK_TOKENS, Protocol, while_abused};
 use tonic::Code;
 
 use support::cluster::sidecar_rig::{AUDIENCE, MetadataRequest, Options, Rig};
@@ -102,18 +102,6 @@ fn tokens_and_secrets_are_never_logged() {
     assert!(!shown.contains(&encoded[..24]), "a secret is shown in base64");
 }
 
-/// A call with a token that no authority has signed.
-fn junk(number: u64) -> Vec<u8> {
-    let token = format!("junk.{number}.{}", "x".repeat(500));
-    let request = api::GetMetadataAllocatedRequest {
-        security_token: token,
-        namespace: "default".into(),
-        snapshot_name: "first".into(),
-        ..Default::default()
-    };
-    request.encode_to_vec()
-}
-
 #[test]
 #[ignore = "full tier"]
 fn abuse_of_the_grpc_port_delays_no_other_client() {
@@ -122,12 +110,8 @@ fn abuse_of_the_grpc_port_delays_no_other_client() {
     let rig = Rig::with(cluster, Options { sidecar: &flags, ..Options::default() });
     rig.write(1, [1]);
     rig.snapshot("first");
-    let protocol = Protocol::Grpc {
-        method: "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated",
-        call: junk,
-    };
     let process = rig.sidecar.process.pid();
-    while_abused("sidecar", rig.sidecar.port, process, protocol, || {
+    while_abused("sidecar", rig.sidecar.port, process, JUNK_TOKENS, || {
         rig.extents(rig.allocated("first"));
     });
     let lines = rig.sidecar.process.log();

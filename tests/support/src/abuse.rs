@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use csi_loopback::proto::snapshotmetadata as api;
 use nix::unistd::Pid;
+use prost::Message;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
@@ -23,8 +25,9 @@ const MEMORY: u64 = 512 << 20;
 /// the listeners, calls take more than ten seconds or fail.
 const CALL: Duration = Duration::from_secs(2);
 const SLOWEST: Duration = Duration::from_secs(8);
-/// Calls of the well-behaved client during the abuse.
-const CALLS: u32 = 40;
+/// Calls of the well-behaved client during the abuse, and the time after which none is begun.
+const CALLS: usize = 40;
+const ENOUGH: Duration = Duration::from_secs(120);
 /// Time that a connection of the abuse stays open at most.
 const HOLD: Duration = Duration::from_secs(20);
 
@@ -39,6 +42,34 @@ pub enum Protocol {
     Grpc { method: &'static str, call: fn(u64) -> Vec<u8> },
 }
 
+/// Calls of a sidecar with tokens that no authority has signed.
+pub const JUNK_TOKENS: Protocol = Protocol::Grpc {
+    method: "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated",
+    call: junk,
+};
+
+fn junk(number: u64) -> Vec<u8> {
+    let token = format!("junk.{number}.{}", "x".repeat(500));
+    let request = api::GetMetadataAllocatedRequest {
+        security_token: token,
+        namespace: "default".into(),
+        snapshot_name: "first".into(),
+        ..Default::default()
+    };
+    request.encode_to_vec()
+}
+
+/// What a well-behaved client and the process experienced during the abuse.
+#[derive(Debug)]
+pub struct Experience {
+    /// Durations of the calls, ascending.
+    pub calls: Vec<Duration>,
+    pub failed: usize,
+    /// Resident memory in bytes: before, and at most.
+    pub idle: u64,
+    pub most: u64,
+}
+
 /// Abuses the port while `call` is made repeatedly. Reports the slowest call and the memory of the
 /// process, and fails if a call takes too long or the memory exceeds the manifest's limit.
 pub fn while_abused(
@@ -48,6 +79,31 @@ pub fn while_abused(
     protocol: Protocol,
     mut call: impl FnMut(),
 ) {
+    let abused = experience(port, process, protocol, || {
+        call();
+        true
+    });
+    let (times, most) = (&abused.calls, abused.most);
+    let (median, slowest) = (times[times.len() / 2], times[times.len() - 1]);
+    println!(
+        "report: {what}: calls during abuse take {median:.1?}, at most {slowest:.1?}; {} MiB, idle {} MiB",
+        most >> 20,
+        abused.idle >> 20
+    );
+    let most_calls = times[times.len() * 9 / 10];
+    assert!(most_calls < CALL && slowest < SLOWEST, "{what}: {most_calls:?}, {slowest:?}");
+    assert!(most < MEMORY, "{what}: the process has {most} bytes");
+    call();
+}
+
+/// Abuses the port while `call`, which returns whether it succeeded, is made 40 times, or until
+/// [`ENOUGH`].
+pub fn experience(
+    port: u16,
+    process: Pid,
+    protocol: Protocol,
+    mut call: impl FnMut() -> bool,
+) -> Experience {
     let idle = resident(process);
     let attack =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -62,26 +118,18 @@ pub fn while_abused(
         });
     }
     std::thread::sleep(Duration::from_secs(2));
-    let (mut times, mut most) = (Vec::new(), idle);
-    for _ in 0..CALLS {
+    let mut abused = Experience { calls: Vec::new(), failed: 0, idle, most: idle };
+    let begun = Instant::now();
+    while abused.calls.len() < CALLS && begun.elapsed() < ENOUGH {
         let started = Instant::now();
-        call();
-        times.push(started.elapsed());
-        most = most.max(resident(process));
+        abused.failed += usize::from(!call());
+        abused.calls.push(started.elapsed());
+        abused.most = abused.most.max(resident(process));
         std::thread::sleep(Duration::from_millis(150));
     }
     attack.shutdown_background();
-    times.sort_unstable();
-    let (median, slowest) = (times[times.len() / 2], times[times.len() - 1]);
-    println!(
-        "report: {what}: calls during abuse take {median:.1?}, at most {slowest:.1?}; {} MiB, idle {} MiB",
-        most >> 20,
-        idle >> 20
-    );
-    let most_calls = times[times.len() * 9 / 10];
-    assert!(most_calls < CALL && slowest < SLOWEST, "{what}: {most_calls:?}, {slowest:?}");
-    assert!(most < MEMORY, "{what}: the process has {most} bytes");
-    call();
+    abused.calls.sort_unstable();
+    abused
 }
 
 /// One connection of the abuse, of a kind that depends on its number.

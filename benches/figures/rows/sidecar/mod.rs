@@ -1,6 +1,7 @@
 //! The sidecar compared with the released one, with a real API server: throughput and cost of
-//! streams (`relay`), and the rate of short requests (`requests`).
+//! streams (`relay`), the rate of short requests (`requests`), and abuse of the port (`abuse`).
 
+mod abuse;
 mod relay;
 mod requests;
 mod rig;
@@ -41,5 +42,6 @@ fn all(options: Options, report: &mut Report) -> Result<()> {
     let (driver, base, target) = made?;
     let rig = Rig::new(&cluster, &driver, &base, &target)?;
     relay::measure(options, report, &rig, extents)?;
-    requests::measure(options, report, &rig)
+    requests::measure(options, report, &rig)?;
+    abuse::measure(report, &rig)
 }

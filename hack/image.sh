@@ -12,7 +12,7 @@
 # IMAGE_TAG          the tag, by default the version of Cargo.toml
 # IMAGE_DIR          the directory of the archives, by default target/images
 # DEBIAN_SUITE       the Debian release of the tree, by default that of deploy/Dockerfile
-# DEBIAN_MIRROR      where its packages come from, by default http://deb.debian.org/debian
+# DEBIAN_MIRROR      where its packages come from, by default deb.debian.org with its updates and security
 #
 # Needs root (mmdebstrap), Rust with rustup, and gcc. The Debian tree is kept in ~/.cache/csi-loopback/images.
 set -euo pipefail
@@ -39,9 +39,12 @@ suite() {
 
 # debian_layer: prints the path of the layer with the Debian tree, and makes it unless it is in the cache.
 debian_layer() {
-    local release=$1 list layer work mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+    local release=$1 list layer work sources debian=http://deb.debian.org/debian
+    # As in the base image of deploy/Dockerfile.
+    sources=("deb $debian $release main" "deb $debian $release-updates main" "deb $debian-security $release-security main")
+    [[ -z ${DEBIAN_MIRROR:-} ]] || sources=("$DEBIAN_MIRROR")
     list=$(packages | paste -sd ,)
-    layer=$cache/images/debian-$release-$(printf '%s %s\n' "$list" "$mirror" | sha256sum | cut -c1-16).tar
+    layer=$cache/images/debian-$release-$(printf '%s\n' "$list" "${sources[@]}" | sha256sum | cut -c1-16).tar
     if [[ ! -e $layer ]]; then
         mkdir -p "$cache/images"
         echo "making the Debian tree (once per package list, about half a minute)" >&2
@@ -51,7 +54,7 @@ debian_layer() {
             --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
             --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
             --customize-hook='rm -rf "$1/var/lib/apt" "$1/var/cache" "$1/var/log"' \
-            --skip=output/dev --format=tar "$release" - "$mirror" >"$work" || { rm -f "$work" && return 1; }
+            --skip=output/dev --format=tar "$release" - "${sources[@]}" >"$work" || { rm -f "$work" && return 1; }
         mv "$work" "$layer"
     fi
     printf '%s\n' "$layer"

@@ -14,21 +14,35 @@ sorted() {
     "$e2e/tools/kubectl" kustomize "$directory" && rm -r "$directory"
 }
 
-same() { # same VALUE DIRECTORY...: whether the chart with a value has the objects of the directories
-    local value=$1 directory
+same() { # same VALUES DIRECTORY...: whether the chart with these values has the objects of the directories
+    local values=$1 directory
     shift
-    equal "helm template --set $value" "$(for directory; do echo --- && "$e2e/tools/kubectl" kustomize "$directory"; done | sorted)" \
-        "$(helm template csi-loopback deploy/chart --set "$value" 2>/dev/null | sorted)"
+    equal "helm template --set $values" "$(for directory; do echo --- && "$e2e/tools/kubectl" kustomize "$directory"; done | sorted)" \
+        "$(helm template csi-loopback deploy/chart --set "$values" 2>/dev/null | sorted)"
 }
+
+# All switches of values.yaml: "NAME: false" below a component.
+all=$(awk '/^[a-zA-Z]+:/ { of = $1 } /^  [a-z]+: false$/ { print of $1 "true" }' deploy/chart/values.yaml | sed 's/:/./; s/:/=/' | paste -sd ,)
 
 step "lint; the same objects as the kustomizations"
 quietly helm lint deploy/chart
+quietly helm lint deploy/chart --set "$all"
 KUBECTL=$e2e/tools/kubectl quietly hack/chart.sh --check
 same image.tag=0.1.0 deploy/base
+same runtime.enabled=true deploy/runtime
+same nodeProxy.enabled=true deploy/node-proxy
 same sessionManager.enabled=true deploy/base deploy/session-manager
 same aggregatedApi.enabled=true "$(overlay_of chart base cbt-http)" deploy/aggregated-api
 same admission.enabled=true deploy/base deploy/admission
 same inline.enabled=true deploy/base deploy/inline
+same publishBases.enabled=true "$(overlay_of chart base publish-bases)"
+same snapshotterSecret.enabled=true "$(overlay_of chart base snapshotter-secret)"
+same certManager.enabled=true "$(overlay_of chart base cert-manager/metadata)"
+same "$all" \
+    "$(overlay_of chart node-proxy node-proxy-claims cbt-http publish-bases snapshotter-secret cert-manager/metadata)" \
+    "$(overlay_of chart-sessions session-manager cert-manager/session-manager)" \
+    "$(overlay_of chart-api aggregated-api aggregated-api-secrets cert-manager/aggregated-api)" \
+    "$(overlay_of chart-admission admission cert-manager/admission)" deploy/inline
 step "install"
 quietly kubectl label node node loopback.csi.local/pool=true
 quietly helm install csi-loopback deploy/chart --set sessionManager.enabled=true --wait --timeout "${patience}s"

@@ -57,9 +57,9 @@ conditional() {
 
 # with_values: replaces image names by references to values.
 with_values() {
-    local tag='{{ .Values.image.tag | default .Chart.AppVersion }}'
-    sed -E -e "s~image: csi-loopback:.*~image: \"{{ .Values.image.repository }}:$tag\"~" \
-        -e 's~image: registry.k8s.io/sig-storage/(.*):(.*)~image: "{{ .Values.sidecarRegistry }}/\1:\2"~'
+    local tag='{{ .Values.image.tag | default .Chart.AppVersion }}' digest='{{ with .Values.image.digest }}@{{ . }}{{ end }}'
+    sed -E -e "s~image: csi-loopback:.*~image: \"{{ .Values.image.repository }}:$tag$digest\"~" \
+        -e 's~image: registry.k8s.io/sig-storage/(.*):(.*)~image: "{{ .Values.sidecarRegistry }}/\1:\2{{ with index .Values.sidecarDigests "\1" }}@{{ . }}{{ end }}"~'
 }
 
 # template NAME CONDITION DIRECTORY [CONDITION DIRECTORY]...: writes a template of a directory of deploy/ that is used under

@@ -6,7 +6,8 @@
 #   csi-snapshot-metadata   the sidecar alone: the binary and nothing else
 #
 # Without arguments it builds both. It prints the path of each archive, target/images/IMAGE.tar, which
-# "ctr --namespace k8s.io images import", "docker load --input" and "kind load image-archive" take.
+# "ctr --namespace k8s.io images import", "docker load --input" and "kind load image-archive" take. IMAGE.digest next to
+# it has the digest, which "skopeo copy --preserve-digests" keeps.
 #
 # CSI_LOOPBACK_BIN   a csi-loopback to use instead of building the static release binary (csi-loopback only, if dynamic)
 # IMAGE_TAG          the tag, by default the version of Cargo.toml

@@ -25,7 +25,8 @@ oci_architecture() {
 
 # oci_image ARCHIVE NAME CONFIG LAYER...: writes ARCHIVE, an image of the layers. NAME is as in a pod's spec. CONFIG is
 # the object "config" of the image configuration: Entrypoint, User, Labels. The archive is an OCI layout for containerd and
-# for "kind load image-archive", with the index that "docker load" of every version reads.
+# for "kind load image-archive", with the index that "docker load" of every version reads. The file *.digest next to it
+# has the image's digest.
 oci_image() {
     local archive=$1 name=$2 config=$3 layout digest reference=$2
     local diff_ids='[]' layers='[]' paths='[]' size
@@ -66,5 +67,6 @@ oci_image() {
     printf '{"imageLayoutVersion": "1.0.0"}\n' >"$layout/oci-layout"
     tar --create --file="$archive" --directory="$layout" --sort=name --mtime=@0 --owner=0 --group=0 \
         --numeric-owner oci-layout index.json manifest.json blobs
+    jq -r '.manifests[0].digest' "$layout/index.json" >"${archive%.tar}.digest"
     rm -r "$layout"
 }

@@ -43,6 +43,14 @@ same "$all" \
     "$(overlay_of chart-sessions session-manager cert-manager/session-manager)" \
     "$(overlay_of chart-api aggregated-api aggregated-api-secrets cert-manager/aggregated-api)" \
     "$(overlay_of chart-admission admission cert-manager/admission)" deploy/inline
+step "images pinned by digest"
+digest=sha256:$(printf '%064d' 1)
+PIN_DIR=$overlay/pinned quietly hack/pin.sh "registry.example/csi-loopback:0.1.0@$digest" \
+    {csi-provisioner,csi-snapshotter,csi-resizer,csi-node-driver-registrar,livenessprobe}@"$digest"
+images=$(helm template csi-loopback deploy/chart --set "$all" --values "$overlay/pinned/values.yaml" 2>/dev/null |
+    sed -n 's/^[ -]*image: //p')
+[[ -n $images ]]
+equal "images without a digest" "" "$(grep -v "@$digest\"$" <<<"$images" || true)"
 step "install"
 quietly kubectl label node node loopback.csi.local/pool=true
 quietly helm install csi-loopback deploy/chart --set sessionManager.enabled=true --wait --timeout "${patience}s"

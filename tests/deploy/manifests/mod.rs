@@ -10,6 +10,7 @@ mod aggregated;
 mod cert_manager;
 mod inline;
 mod node_proxy;
+mod pinned;
 mod pods;
 mod rights;
 mod runtime;
@@ -79,16 +80,17 @@ fn apply_fresh_base(cluster: &Cluster) {
     apply_base(cluster);
 }
 
-/// A directory with a component, as in an overlay. Kustomize requires relative paths.
+/// A directory with a component, as in an overlay. Kustomize requires relative paths. A component
+/// outside of deploy/ has an absolute path.
 fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
     let overlay = cluster.scratch().join(format!("with-{component}")).join("overlay");
     std::fs::create_dir_all(&overlay).unwrap();
     let overlay = overlay.canonicalize().unwrap();
     let up = "../".repeat(overlay.components().count() - 1);
-    let at = |directory: &str| format!("{up}{}", path(&deploy(directory)).trim_start_matches('/'));
+    let at = |target: PathBuf| format!("{up}{}", path(&target).trim_start_matches('/'));
     let text = json!({
         "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
-        "resources": [at(directory)], "components": [at(&format!("components/{component}"))],
+        "resources": [at(deploy(directory))], "components": [at(deploy("components").join(component))],
     });
     std::fs::write(overlay.join("kustomization.yaml"), text.to_string()).unwrap();
     overlay

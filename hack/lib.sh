@@ -13,6 +13,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/csi-loopback
 
 # The cache path includes the version: a new version here is built at its first use.
+cargo_cyclonedx_version=0.5.9
 cargo_deny_version=0.20.2
 cargo_fuzz_version=0.13.2
 
@@ -244,6 +245,8 @@ cargo_tool() {
     fi
     printf '%s\n' "$root/bin/$1"
 }
+
+cargo_cyclonedx() { cargo_tool cargo-cyclonedx "$cargo_cyclonedx_version"; }
 
 cargo_deny() { cargo_tool cargo-deny "$cargo_deny_version"; }
 

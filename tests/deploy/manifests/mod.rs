@@ -7,6 +7,7 @@ use support::cluster::shared;
 
 mod admission;
 mod aggregated;
+mod api_server_ip_block;
 mod cert_manager;
 mod inline;
 mod node_proxy;

@@ -24,6 +24,8 @@ use crate::telemetry::shutdown::Shutdown;
 
 /// Field manager of server-side apply.
 const MANAGER: &str = "csi-loopback-admission";
+/// The name of the port in metrics.
+const LISTENER: &str = "webhook";
 
 /// Serves until a termination signal.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -43,14 +45,14 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
-    let incoming = tls::incoming(listener, config, shutdown.clone());
+    let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     if let Some(trusted) = &identity.trusted {
         publish(&args, &kubernetes, trusted, &shutdown);
     }
     args.role.serve_http(pages(&policies, &metrics), &shutdown).await?;
     let driver = &args.driver_name;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, namespace, driver, "serving webhooks");
-    let bounds = Bounds::new(webhooks::LIMITS);
+    let bounds = Bounds::new(webhooks::LIMITS, LISTENER);
     let routes = bounds.around(webhooks::routes(&validator, &metrics), refuse_in_text);
     https::serve(incoming, routes, webhooks::LIMITS.request, shutdown.clone()).await;
     tracing::info!("stopped");

@@ -25,3 +25,5 @@ pub use server::run;
 
 /// This role, in errors about its permissions.
 const ROLE: &str = "aggregated API server";
+/// Its listener, in metrics.
+const LISTENER: &str = "api";

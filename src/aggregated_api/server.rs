@@ -8,6 +8,7 @@ use k8s_openapi::api::authentication::v1::UserInfo;
 use kube::{Api, Client};
 use tokio::task::JoinHandle;
 
+use super::LISTENER;
 use super::args::Args;
 use super::delta::{self, Deltas};
 use super::discovery;
@@ -121,7 +122,7 @@ async fn serve_api<C: DeltaService>(
         identity.certificates,
         tls::HTTPS,
     )?;
-    let incoming = tls::incoming(listener, config, shutdown.clone());
+    let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     if let Some(trusted) = identity.trusted {
         let publication = CaBundle::new(&args.api_service, MANAGER);
         tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));

@@ -29,6 +29,8 @@ use crate::telemetry::shutdown::Shutdown;
 
 /// Reporter of events, and field manager of writes to other parties' objects.
 const MANAGER: &str = "csi-loopback-session-manager";
+/// The name of the webhook's port in metrics.
+const LISTENER: &str = "webhook";
 
 /// Serves until a signal arrives.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -81,14 +83,15 @@ async fn serve_webhook(
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
-    let incoming = tls::incoming(listener, config, shutdown.clone());
+    let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     if let Some(trusted) = identity.trusted {
         let publication: CaBundle<ValidatingWebhookConfiguration> =
             CaBundle::new(&args.webhook_configuration, MANAGER);
         tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the webhook");
-    let routes = Bounds::new(webhook::LIMITS).around(webhook::routes(reviews), refuse_in_text);
+    let bounds = Bounds::new(webhook::LIMITS, LISTENER);
+    let routes = bounds.around(webhook::routes(reviews), refuse_in_text);
     let longest = webhook::LIMITS.request;
     Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }

@@ -50,6 +50,8 @@ const CALLS: usize = 8192;
 /// Limits of a request: a message with its prefix (gRPC over HTTP/2, Length-Prefixed-Message), and
 /// the time to receive it.
 const REQUEST: Limits = Limits { body: (64 << 10) + 5, request: Duration::from_secs(10) };
+/// The name of the port in metrics.
+const LISTENER: &str = "grpc";
 /// Time after the longest stream to end its connection.
 const AFTER_STREAM: Duration = Duration::from_secs(30);
 
@@ -104,7 +106,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     };
     tokio::spawn(follower.driver(trusted));
     let routes = routes(apis).add_service(health_service).into_axum_router();
-    let routes = Bounds::new(REQUEST).around_streams(routes, refuse);
+    let routes = Bounds::new(REQUEST, LISTENER).around_streams(routes, refuse);
     let served = https::serve(incoming, routes, longest, shutdown.clone());
     tokio::select! {
         () = served => {}
@@ -316,7 +318,7 @@ impl Base {
         let certificates = identity.certificates.clone();
         let config = tls::server_config(&self.args.tls, certificates, tls::GRPC)?;
         tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, "serving the SnapshotMetadata API");
-        Ok(tls::incoming(listener, config, self.shutdown.clone()))
+        Ok(tls::incoming(listener, LISTENER, config, self.shutdown.clone()))
     }
 }
 

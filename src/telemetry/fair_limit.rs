@@ -2,15 +2,47 @@
 //! peer that holds the most loses a share, first one that is not in use, and the oldest of those.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::hash::Hash;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
+use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
 use tokio::sync::watch;
+
+/// The revoked shares of this process, by limit.
+static REVOKED: LazyLock<Family<Labels, Counter>> = LazyLock::new(Family::default);
+
+/// What a limit limits, for its metric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Labels {
+    pub listener: &'static str,
+    pub share: &'static str,
+}
+
+/// The metric of revoked shares, for the start of a scrape.
+///
+/// # Errors
+/// It cannot be encoded.
+pub fn scrape() -> Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("csi_loopback");
+    registry.register(
+        "shares_revoked",
+        "Handshakes, connections and messages that were ended to make room for other clients",
+        Family::clone(&REVOKED),
+    );
+    let mut metric = String::new();
+    text::encode_registry(&mut metric, &registry)?;
+    Ok(metric)
+}
 
 /// A limit of connections, bytes or other units. Clones share it.
 #[derive(Debug)]
 pub struct FairLimit<P> {
     capacity: usize,
+    revoked: Counter,
     state: Arc<Mutex<State<P>>>,
 }
 
@@ -46,14 +78,16 @@ pub struct Share<P: Eq + Hash> {
 
 impl<P> Clone for FairLimit<P> {
     fn clone(&self) -> Self {
-        Self { capacity: self.capacity, state: self.state.clone() }
+        let Self { capacity, revoked, state } = self;
+        Self { capacity: *capacity, revoked: revoked.clone(), state: state.clone() }
     }
 }
 
 impl<P: Clone + Eq + Hash> FairLimit<P> {
-    pub fn new(capacity: usize) -> Self {
+    pub fn new(labels: Labels, capacity: usize) -> Self {
         let state = State { used: 0, next: 0, peers: HashMap::new() };
-        Self { capacity, state: Arc::new(Mutex::new(state)) }
+        let revoked = REVOKED.get_or_create(&labels).clone();
+        Self { capacity, revoked, state: Arc::new(Mutex::new(state)) }
     }
 
     /// Takes a share of this amount. Shares are revoked until the limit is met again; the new share
@@ -67,7 +101,9 @@ impl<P: Clone + Eq + Hash> FairLimit<P> {
         let shares = state.peers.entry(peer.clone()).or_default();
         shares.used += amount;
         shares.shares.insert(number, Held { amount, in_use: false, revoked: sender });
-        while state.used > self.capacity && state.revoke_one() {}
+        while state.used > self.capacity && state.revoke_one() {
+            self.revoked.inc();
+        }
         drop(state);
         Share { peer, number, revoked, state: self.state.clone() }
     }
@@ -148,6 +184,10 @@ fn lock<P>(state: &Mutex<State<P>>) -> MutexGuard<'_, State<P>> {
 mod tests {
     use super::*;
 
+    fn limit(capacity: usize) -> FairLimit<&'static str> {
+        FairLimit::new(Labels { listener: "test", share: "share" }, capacity)
+    }
+
     fn is_revoked<P: Eq + Hash>(share: &Share<P>) -> bool {
         *share.revoked.borrow()
     }
@@ -158,7 +198,7 @@ mod tests {
 
     #[test]
     fn the_peer_with_the_most_loses_its_oldest_share() {
-        let limit = FairLimit::new(4);
+        let limit = limit(4);
         let greedy: Vec<_> = (0..4).map(|_| limit.take("greedy", 1)).collect();
         let modest = limit.take("modest", 1);
         assert_eq!(revoked(&greedy), [0]);
@@ -169,7 +209,7 @@ mod tests {
 
     #[test]
     fn idle_shares_are_revoked_before_shares_in_use() {
-        let limit = FairLimit::new(3);
+        let limit = limit(3);
         let shares: Vec<_> = (0..3).map(|_| limit.take("peer", 1)).collect();
         shares[0].set_in_use(true);
         let _fourth = limit.take("peer", 1);
@@ -181,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_peer_that_uses_all_its_shares_loses_the_new_one() {
-        let limit = FairLimit::new(2);
+        let limit = limit(2);
         let shares: Vec<_> = (0..2).map(|_| limit.take("peer", 1)).collect();
         shares.iter().for_each(|share| share.set_in_use(true));
         assert!(is_revoked(&limit.take("peer", 1)));
@@ -193,7 +233,7 @@ mod tests {
 
     #[test]
     fn a_large_share_revokes_as_many_as_it_needs() {
-        let limit = FairLimit::new(10);
+        let limit = limit(10);
         let small: Vec<_> = (0..10).map(|_| limit.take("greedy", 1)).collect();
         let large = limit.take("modest", 4);
         assert_eq!(revoked(&small), [0, 1, 2, 3]);
@@ -202,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_share_that_shrinks_makes_room() {
-        let limit = FairLimit::new(10);
+        let limit = limit(10);
         let large = limit.take("peer", 9);
         large.shrink(20);
         large.shrink(2);
@@ -214,7 +254,7 @@ mod tests {
 
     #[test]
     fn dropped_shares_make_room() {
-        let limit = FairLimit::new(1);
+        let limit = limit(1);
         for _ in 0..3 {
             assert!(!is_revoked(&limit.take("peer", 1)));
         }
@@ -225,9 +265,26 @@ mod tests {
         assert!(lock(&limit.state).peers.is_empty());
     }
 
+    #[test]
+    fn revoked_shares_are_counted_by_listener() {
+        let labels = Labels { listener: "counted", share: "connection" };
+        let limit = FairLimit::new(labels, 2);
+        let count = || {
+            let series =
+                "csi_loopback_shares_revoked_total{listener=\"counted\",share=\"connection\"} ";
+            let metric = scrape().unwrap();
+            let value = metric.lines().find_map(|line| line.strip_prefix(series));
+            value.unwrap().parse::<u32>().unwrap()
+        };
+        let _fits = [limit.take("peer", 1), limit.take("peer", 1)];
+        assert_eq!(count(), 0);
+        let _more = [limit.take("peer", 2), limit.clone().take("other", 1)];
+        assert_eq!(count(), 3);
+    }
+
     #[tokio::test]
     async fn a_revocation_is_reported_once_or_later() {
-        let limit = FairLimit::new(1);
+        let limit = limit(1);
         let first = limit.take("peer", 1);
         let _second = limit.take("peer", 1);
         first.revoked().await;

@@ -22,7 +22,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 use super::accept::BackoffAcceptor;
-use super::fair_limit::FairLimit;
+use super::fair_limit::{self, FairLimit, Labels};
 use super::peer::Peer;
 use super::shutdown::Shutdown;
 use super::single_flight::{NoResult, SingleFlight};
@@ -137,7 +137,8 @@ pub async fn start(
         routes = routes.route(path, get(move || healthz(check.clone())));
     }
     if let Some((path, scrape)) = metrics {
-        let scrape = SingleFlight::new(scrape);
+        let whole: Scrape = Arc::new(move || Ok(fair_limit::scrape()? + &scrape()?));
+        let scrape = SingleFlight::new(whole);
         routes = routes.route(&path, get(move || metrics_page(scrape.clone())));
     }
     tokio::spawn(async move {
@@ -150,7 +151,8 @@ pub async fn start(
 }
 
 async fn serve(listener: TcpListener, routes: Router) {
-    let limit = FairLimit::new(MAX_CONNECTIONS);
+    let labels = Labels { listener: "health", share: "connection" };
+    let limit = FairLimit::new(labels, MAX_CONNECTIONS);
     let mut acceptor = BackoffAcceptor::default();
     loop {
         let stream = acceptor.next(&listener).await;

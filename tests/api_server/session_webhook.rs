@@ -13,11 +13,12 @@ use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding};
 use kube::api::PostParams;
 use kube::{Api, Client};
 use serde_json::{Value, json};
-use support::abuse::{Protocol, while_abused};
+use support::abuse::{Protocol, assert_revoked, while_abused};
 use support::cluster::Cluster;
 use support::cluster::access::{Account, rule};
 use support::cluster::manager::{self, Start, manager_rules};
 use support::cluster::programs::{Served, free_port};
+use support::cluster::sidecar::http;
 use support::cluster::tls::{Authority, connect};
 use support::path;
 use tempfile::TempDir;
@@ -491,4 +492,7 @@ fn abuse_of_the_webhook_delays_no_request() {
     while_abused("webhook", rig.manager.port, rig.manager.process.pid(), protocol, || {
         rig.ask(&client, &["monday"], true).unwrap();
     });
+    let metrics = http(&rig.manager, "/metrics");
+    assert_revoked(&metrics, "webhook", "handshake");
+    assert_revoked(&metrics, "webhook", "body");
 }

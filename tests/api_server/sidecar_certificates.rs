@@ -93,7 +93,7 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let port = listener.local_addr()?.port();
     let config = tls::server_config(&flags.tls, certificates, tls::GRPC)?;
-    let mut connections = tls::incoming(listener, config, shutdown);
+    let mut connections = tls::incoming(listener, "test", config, shutdown);
     tokio::spawn(async move {
         while let Some(connection) = connections.next().await {
             let (mut reader, mut writer) = tokio::io::split(connection.unwrap());

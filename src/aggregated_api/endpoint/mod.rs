@@ -27,10 +27,10 @@ use tokio::sync::{Semaphore, TryAcquireError};
 
 use self::target::Target;
 use self::tokens::Tokens;
-use super::ROLE;
+use super::{LISTENER, ROLE};
 use crate::kubernetes::cbt_http::{Info, Page, PageRequest, Problem, ProblemKind};
 use crate::kubernetes::{client, tls};
-use crate::telemetry::fair_limit::FairLimit;
+use crate::telemetry::fair_limit::{FairLimit, Labels};
 
 /// Maximum bytes of a response: a fixed part, and a part per requested entry, mostly for data
 /// tokens.
@@ -92,7 +92,8 @@ impl Endpoints {
     pub fn new(client: kube::Client, namespace: &str, account: &str) -> Self {
         let known = Cache::builder().max_capacity(MAX_ENDPOINTS).time_to_idle(ENDPOINT_TTL).build();
         let tokens = Tokens::new(client, namespace, account);
-        Self { tokens, known, answers: FairLimit::new(ANSWERS) }
+        let labels = Labels { listener: LISTENER, share: "endpoint_response" };
+        Self { tokens, known, answers: FairLimit::new(labels, ANSWERS) }
     }
 
     /// Returns the endpoint of a target, with its open connections. Another address or other

@@ -14,6 +14,7 @@ use axum::routing::{MethodRouter, get, post};
 use axum::{Extension, Json, Router};
 use k8s_openapi::api::authentication::v1::UserInfo;
 
+use super::LISTENER;
 use super::accept::{Form, negotiate};
 use super::decode::{self, decode};
 use super::failure::{Cause, Failure};
@@ -68,7 +69,7 @@ pub fn routes<C: DeltaService, A: Authenticator>(
     shutdown: Shutdown,
 ) -> Router {
     let guarded = documents().merge(volume_snapshot_deltas(deltas)).fallback(not_found);
-    let guarded = Bounds::new(LIMITS)
+    let guarded = Bounds::new(LIMITS, LISTENER)
         .around(guarded, refuse)
         .layer(from_fn_with_state(front_proxy.clone(), authenticate::<A>))
         .layer(from_fn_with_state(metrics, track));

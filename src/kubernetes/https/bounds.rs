@@ -15,7 +15,7 @@ use hyper::body::Body as _;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt;
 
-use crate::telemetry::fair_limit::{FairLimit, Share};
+use crate::telemetry::fair_limit::{FairLimit, Labels, Share};
 use crate::telemetry::peer::Peer;
 
 /// Maximum bytes of all bodies in memory.
@@ -64,8 +64,10 @@ impl Received {
 }
 
 impl Bounds {
-    pub fn new(limits: Limits) -> Self {
-        Self { limits, memory: FairLimit::new(MAX_BODIES) }
+    /// `listener` is its name in metrics.
+    pub fn new(limits: Limits, listener: &'static str) -> Self {
+        let labels = Labels { listener, share: "body" };
+        Self { limits, memory: FairLimit::new(labels, MAX_BODIES) }
     }
 
     /// Limits body and time of the requests of `routes`. Authentication belongs into layers around

@@ -12,7 +12,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::*;
 use crate::kubernetes::tls::{self, Certificates};
-use crate::telemetry::fair_limit::FairLimit;
+use crate::telemetry::fair_limit::{FairLimit, Labels};
 use crate::telemetry::shutdown::Phase;
 
 const LIMITS: Limits = Limits { body: 1000, request: Duration::from_millis(500) };
@@ -52,8 +52,8 @@ async fn start() -> Server {
             sleep(Duration::from_millis(200)).await;
         }),
     );
-    let incoming = tls::incoming(listener, config, shutdown.clone());
-    let routes = Bounds::new(LIMITS).around(routes, refuse_in_text);
+    let incoming = tls::incoming(listener, "test", config, shutdown.clone());
+    let routes = Bounds::new(LIMITS, "test").around(routes, refuse_in_text);
     let served = tokio::spawn(serve(incoming, routes, LIMITS.request, shutdown));
     Server { port, config: tls::client_config(cert.as_bytes()).unwrap(), phase, served, slow }
 }
@@ -138,7 +138,8 @@ async fn a_connection_with_a_request_is_not_idle() {
     let (activity, seen) = watch::channel(Activity { running: 1, any: true });
     let mut waiting = tokio::spawn(idle(seen));
     assert!(timeout(Duration::from_millis(50), &mut waiting).await.is_err());
-    let share = Arc::new(FairLimit::new(1).take(Peer::unknown(), 1));
+    let labels = Labels { listener: "test", share: "connection" };
+    let share = Arc::new(FairLimit::new(labels, 1).take(Peer::unknown(), 1));
     drop(Running(Usage { activity: activity.clone(), share }));
     assert_eq!(activity.borrow().running, 0);
     waiting.abort();

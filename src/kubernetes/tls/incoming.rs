@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::ClientChain;
 use crate::telemetry::accept::BackoffAcceptor;
-use crate::telemetry::fair_limit::{FairLimit, Share};
+use crate::telemetry::fair_limit::{FairLimit, Labels, Share};
 use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -55,18 +55,21 @@ pub async fn listen(port: u16) -> io::Result<TcpListener> {
 }
 
 /// Accepts from `listener` in a background task until draining begins. The stream yields
-/// connections after their handshake. A failed handshake affects only its client.
+/// connections after their handshake. A failed handshake affects only its client. `name` is the
+/// listener's name in metrics.
 pub fn incoming(
     listener: TcpListener,
+    name: &'static str,
     config: Arc<ServerConfig>,
     shutdown: Shutdown,
 ) -> impl Stream<Item = io::Result<Connection>> + Send + Unpin + use<> {
     let (ready, connections) = mpsc::channel(1);
+    let of = |share| Labels { listener: name, share };
     let acceptor = Acceptor {
         listener,
         tls: config.into(),
-        handshakes: FairLimit::new(MAX_HANDSHAKES),
-        connections: FairLimit::new(MAX_CONNECTIONS),
+        handshakes: FairLimit::new(of("handshake"), MAX_HANDSHAKES),
+        connections: FairLimit::new(of("connection"), MAX_CONNECTIONS),
         ready,
     };
     tokio::spawn(async move {

@@ -69,7 +69,7 @@ impl Server {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let config = server_config(&args(line), certificates.clone(), GRPC).unwrap();
-        let mut connections = incoming(listener, config, shutdown);
+        let mut connections = incoming(listener, "test", config, shutdown);
         let served = tokio::spawn(async move {
             while let Some(connection) = connections.next().await {
                 let (mut reader, mut writer) = tokio::io::split(connection.unwrap());
@@ -223,7 +223,7 @@ async fn answered(answer: Vec<u8>) -> (TlsStream<TcpStream>, JoinHandle<std::io:
     let address = listener.local_addr().unwrap();
     let (_phase, shutdown) = Shutdown::manual();
     let config = server_config(&args("x"), certificates, GRPC).unwrap();
-    let mut connections = incoming(listener, config, shutdown);
+    let mut connections = incoming(listener, "test", config, shutdown);
     let stream = TcpStream::connect(address).await.unwrap();
     let name = ServerName::try_from("localhost").unwrap();
     let connecting = TlsConnector::from(Arc::new(leaf.client())).connect(name, stream);

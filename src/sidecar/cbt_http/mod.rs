@@ -42,6 +42,8 @@ pub use metrics::Metrics;
 pub const LEADER_PATH: &str = "/cbt-http/leader";
 /// Maximum number of requests in progress.
 const REQUESTS: usize = 1024;
+/// The name of the port in metrics.
+const LISTENER: &str = "cbt_http";
 
 /// What the server needs to start.
 pub struct Start<'a> {
@@ -80,14 +82,14 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
         metrics: metrics.clone(),
         invalid_tokens: LogBudget::default(),
         timeout: args.timeout,
-        bounds: Bounds::new(routes::limits(args.timeout)),
+        bounds: Bounds::new(routes::limits(args.timeout), LISTENER),
         shutdown: shutdown.clone(),
     });
     let listener = tls::listen(args.cbt_http.port).await;
     let listener = listener.with_context(|| format!("--cbt-http-port {}", args.cbt_http.port))?;
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls, identity.certificates.clone(), tls::HTTPS)?;
-    let incoming = tls::incoming(listener, config, shutdown.clone());
+    let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     let election = tokio::spawn(elect(server.clone(), candidate(&start)?, shutdown.clone()));
     let routes = routes::routes(server.clone());
     tracing::info!(%address, "serving cbt-http");

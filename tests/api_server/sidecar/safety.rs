@@ -5,7 +5,7 @@ use support::cluster::shared;
 
 use csi_loopback::proto::snapshotmetadata as api;
 use prost::Message;
-use support::abuse::{JUNK_TOKENS, Protocol, while_abused};
+use support::abuse::{JUNK_TOKENS, Protocol, assert_revoked, while_abused};
 use tonic::Code;
 
 use support::cluster::sidecar_rig::{AUDIENCE, MetadataRequest, Options, Rig};
@@ -130,4 +130,5 @@ fn abuse_of_the_metrics_port_delays_no_probe() {
     while_abused("metrics", rig.sidecar.http_port, process, Protocol::Http, || {
         assert!(rig.http("/health").starts_with("HTTP/1.1 200"));
     });
+    assert_revoked(&rig.http("/metrics"), "health", "connection");
 }

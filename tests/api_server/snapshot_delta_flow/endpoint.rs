@@ -88,12 +88,12 @@ impl Endpoint {
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let routes =
             Router::new().route(PATH, get(answer).post(answer)).with_state(Arc::clone(&known));
-        let routes = Bounds::new(LIMITS).around(routes, refuse_in_text);
+        let routes = Bounds::new(LIMITS, "test").around(routes, refuse_in_text);
         let (phase, shutdown) = Shutdown::manual();
         let port = cluster.block_on(async {
             let listener = tls::listen(0).await.unwrap();
             let port = listener.local_addr().unwrap().port();
-            let incoming = tls::incoming(listener, config, shutdown.clone());
+            let incoming = tls::incoming(listener, "test", config, shutdown.clone());
             tokio::spawn(https::serve(incoming, routes, LIMITS.request, shutdown));
             port
         });

@@ -132,6 +132,14 @@ pub fn experience(
     abused
 }
 
+/// Asserts that the process has ended such shares of the listener, by its metrics.
+pub fn assert_revoked(metrics: &str, listener: &str, share: &str) {
+    let labels = format!("{{listener=\"{listener}\",share=\"{share}\"}} ");
+    let series = format!("csi_loopback_shares_revoked_total{labels}");
+    let number = metrics.lines().find_map(|line| line.strip_prefix(&series));
+    assert!(number.is_some_and(|number| number != "0"), "{listener}, {share}: {number:?}");
+}
+
 /// One connection of the abuse, of a kind that depends on its number.
 async fn abuse(port: u16, number: u64, protocol: &Protocol) -> std::io::Result<()> {
     let mut stream = connect(port).await?;

@@ -78,6 +78,7 @@ make_pki() {
             "DNS:localhost,DNS:kubernetes.default.svc,IP:127.0.0.1" &&
         make_certificate admin ca /O=system:masters/CN=admin clientAuth &&
         make_certificate front-proxy front-proxy-ca /CN=front-proxy clientAuth &&
+        make_certificate webhook-client ca /CN=webhook-client clientAuth &&
         openssl genrsa -out "$pki/sa.key" 2048 &&
         openssl rsa -in "$pki/sa.key" -pubout -out "$pki/sa.pub"
 }
@@ -96,6 +97,28 @@ start etcd tools/etcd --name=local --data-dir=etcd --unsafe-no-fsync --log-level
 await etcd test -S "$dir/client:0"
 
 # --- The API server -------------------------------------------------------------------------------
+
+write_admission_configuration() {
+    local plugin
+    cat >"$dir/webhooks.kubeconfig" <<END
+apiVersion: v1
+kind: Config
+users:
+- name: "*"
+  user: {client-certificate: $pki/webhook-client.crt, client-key: $pki/webhook-client.key}
+END
+    printf '%s\n' 'apiVersion: apiserver.config.k8s.io/v1' 'kind: AdmissionConfiguration' 'plugins:' \
+        >"$dir/admission.yaml"
+    for plugin in MutatingAdmissionWebhook ValidatingAdmissionWebhook; do
+        cat >>"$dir/admission.yaml" <<END
+- name: $plugin
+  configuration:
+    apiVersion: apiserver.config.k8s.io/v1
+    kind: WebhookAdmissionConfiguration
+    kubeConfigFile: $dir/webhooks.kubeconfig
+END
+    done
+}
 
 start_api_server() {
     # Below the ephemeral ports. A restarted API server keeps its port.
@@ -119,8 +142,11 @@ start_api_server() {
         # Cluster IPs are not reachable on this machine. An APIService uses a Service of type
         # ExternalName, which the API server resolves itself without --enable-aggregator-routing.
         --audit-policy-file="$dir/audit.yaml" --audit-log-path="$dir/requests.log"
+        # A client certificate for webhooks, which few of them require.
+        --admission-control-config-file="$dir/admission.yaml"
         --profiling=false
     )
+    write_admission_configuration
     # One event per request, when its response is complete.
     cat >"$dir/audit.yaml" <<END
 apiVersion: audit.k8s.io/v1

@@ -3,7 +3,7 @@
 use clap::{ArgAction, ValueEnum};
 use serde::Deserialize;
 
-use crate::kubernetes::tls::identity;
+use crate::kubernetes::tls::{ClientArgs, identity};
 use crate::kubernetes::{client, name};
 use crate::quantity;
 use crate::telemetry::role::{self, RoleArgs};
@@ -29,6 +29,9 @@ pub struct Args {
 
     #[command(flatten)]
     pub tls: identity::Args,
+
+    #[command(flatten)]
+    pub clients: ClientArgs,
 
     /// Name of the webhook configurations whose caBundle --self-signed maintains.
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]

@@ -44,7 +44,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let validator = Validator::start(&reviews, &args.driver_name, policies.clone(), &shutdown);
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
+    let config = args.clients.server_config(&args.tls.files, identity.certificates, &shutdown)?;
     let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     if let Some(trusted) = &identity.trusted {
         publish(&args, &kubernetes, trusted, &shutdown);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::kubernetes::leader::lease_duration;
-use crate::kubernetes::tls::identity;
+use crate::kubernetes::tls::{ClientArgs, identity};
 use crate::kubernetes::{client, name};
 use crate::quantity::duration;
 use crate::telemetry::role::{self, RoleArgs};
@@ -28,6 +28,9 @@ pub struct Args {
 
     #[command(flatten)]
     pub tls: identity::Args,
+
+    #[command(flatten)]
+    pub clients: ClientArgs,
 
     /// ValidatingWebhookConfiguration whose caBundle is updated with --self-signed
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]

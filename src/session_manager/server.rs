@@ -82,7 +82,7 @@ async fn serve_webhook(
     let reviews = args.kubernetes.connect().await?;
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
+    let config = args.clients.server_config(&args.tls.files, identity.certificates, shutdown)?;
     let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     if let Some(trusted) = identity.trusted {
         let publication: CaBundle<ValidatingWebhookConfiguration> =

@@ -138,7 +138,7 @@ pub fn authorities(
     let sibling = tls.tls_cert.as_deref().map(|cert| cert.with_file_name("ca.crt"));
     let file =
         args.service_ca.clone().or(sibling).context("--manage-service requires --service-ca")?;
-    tls::watch_authorities("--service-ca", &file, shutdown)
+    tls::watch_authorities("--service-ca", &file, |pem| Ok(pem.to_owned()), shutdown)
 }
 
 impl Publication for Service {

@@ -315,6 +315,35 @@ fn without_review_permission_requests_are_refused() {
 }
 
 #[test]
+fn with_a_client_ca_only_the_api_server_is_answered() {
+    let Some(cluster) = shared() else { return };
+    let rig = |authority: &str| {
+        let file = cluster.directory().join("pki").join(authority);
+        let rig = Rig::with(cluster, manager_rules(), &["--client-ca", path(&file)]);
+        rig.configure("Fail");
+        rig
+    };
+    let trusting = rig("ca.crt");
+    trusting.wait_until_judging();
+    let (port, pem) = (trusting.manager.port, trusting.ca_bundle().unwrap());
+    let answer = cluster.block_on(async {
+        let mut stream = connect(port, &pem).await;
+        // The connection may be closed before the request is sent.
+        let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+        stream.read_u8().await
+    });
+    assert!(answer.is_err(), "a client without a certificate is answered");
+    // The API server has no certificate of this authority.
+    let other = rig("front-proxy-ca.crt");
+    cluster.wait_for("the authority of the webhook", || other.ca_bundle());
+    let expected = ["failed calling webhook", "tls: "];
+    cluster.wait_for("a refused API server", || {
+        let refused = other.ask(&cluster.client(), &["monday"], true).err()?;
+        expected.iter().all(|part| refused.contains(part)).then_some(())
+    });
+}
+
+#[test]
 #[ignore = "full tier"]
 fn only_the_ca_bundle_is_written() {
     let Some(cluster) = shared() else { return };

@@ -1,9 +1,10 @@
-//! Client certificates. A server may request one, but does not require it
-//! ([`OptionalClientCertificate`]): the handshake only proves that the client has the key. Each
-//! request is checked against the current authorities ([`ClientAuthorities`]), so that a change of
-//! authorities takes effect at once.
+//! Client certificates ([`ClientCertificate`]). With `--client-ca` the handshake requires one that a
+//! current authority has signed. A server with a front proxy requests one, but does not require it:
+//! the handshake only proves that the client has the key. Each request is checked against the
+//! current authorities ([`ClientAuthorities`]), so that a change of authorities takes effect at once.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -12,10 +13,14 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme};
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig, SignatureScheme,
+};
+use tokio::sync::watch;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::{chain, provider};
+use super::{Args, Certificates, HTTPS, chain, config, provider, server_config, watch_authorities};
+use crate::telemetry::shutdown::Shutdown;
 
 /// Maximum number of certificates in a chain, more than any client needs. Each costs a signature
 /// check.
@@ -82,13 +87,56 @@ impl ClientAuthorities {
     }
 }
 
-/// Requests a certificate, and accepts any for which the client can prove that it has the key.
-#[derive(Debug)]
-pub(super) struct OptionalClientCertificate(pub(super) Arc<CryptoProvider>);
+/// The flag of an HTTPS server whose only client is the API server.
+#[derive(Debug, Clone, clap::Args)]
+// The default name would collide with the group of the struct that flattens this one.
+#[group(skip)]
+pub struct ClientArgs {
+    /// Require a client certificate of a CA in this PEM file, reloaded on change
+    #[arg(long, value_name = "FILE")]
+    pub client_ca: Option<PathBuf>,
+}
 
-impl ClientCertVerifier for OptionalClientCertificate {
+impl ClientArgs {
+    /// [`server_config`] of this server.
+    ///
+    /// # Errors
+    /// As for [`server_config`], or the file of `--client-ca` has no authorities.
+    pub fn server_config(
+        &self,
+        args: &Args,
+        certificates: Certificates,
+        shutdown: &Shutdown,
+    ) -> anyhow::Result<Arc<ServerConfig>> {
+        let Some(file) = &self.client_ca else { return server_config(args, certificates, HTTPS) };
+        let parse = |pem: &str| ClientAuthorities::of(pem.as_bytes());
+        let authorities = watch_authorities("--client-ca", file, parse, shutdown.clone())?;
+        config(args, certificates, HTTPS, Arc::new(ClientCertificate::of(authorities)))
+    }
+}
+
+/// Verifies that the client has the key of its certificate.
+#[derive(Debug)]
+pub(super) struct ClientCertificate {
+    provider: CryptoProvider,
+    /// The authorities that must have signed it. Without them, any certificate is accepted, and none
+    /// is required.
+    authorities: Option<watch::Receiver<ClientAuthorities>>,
+}
+
+impl ClientCertificate {
+    pub fn optional() -> Self {
+        Self { provider: provider(), authorities: None }
+    }
+
+    fn of(authorities: watch::Receiver<ClientAuthorities>) -> Self {
+        Self { provider: provider(), authorities: Some(authorities) }
+    }
+}
+
+impl ClientCertVerifier for ClientCertificate {
     fn client_auth_mandatory(&self) -> bool {
-        false
+        self.authorities.is_some()
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
@@ -97,14 +145,18 @@ impl ClientCertVerifier for OptionalClientCertificate {
 
     fn verify_client_cert(
         &self,
-        _own: &CertificateDer<'_>,
+        own: &CertificateDer<'_>,
         between: &[CertificateDer<'_>],
-        _now: UnixTime,
+        now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        match between.len() < MAX_CHAIN {
-            true => Ok(ClientCertVerified::assertion()),
-            false => Err(Error::General(format!("more than {MAX_CHAIN} certificates"))),
+        if between.len() >= MAX_CHAIN {
+            return Err(Error::General(format!("more than {MAX_CHAIN} certificates")));
         }
+        let Some(authorities) = &self.authorities else {
+            return Ok(ClientCertVerified::assertion());
+        };
+        let ClientAuthorities(verifier) = authorities.borrow().clone();
+        verifier.verify_client_cert(own, between, now)
     }
 
     fn verify_tls12_signature(
@@ -113,7 +165,7 @@ impl ClientCertVerifier for OptionalClientCertificate {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
+        let algorithms = &self.provider.signature_verification_algorithms;
         verify_tls12_signature(message, certificate, signed, algorithms)
     }
 
@@ -123,11 +175,11 @@ impl ClientCertVerifier for OptionalClientCertificate {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
+        let algorithms = &self.provider.signature_verification_algorithms;
         verify_tls13_signature(message, certificate, signed, algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
+        self.provider.signature_verification_algorithms.supported_schemes()
     }
 }

@@ -2,7 +2,8 @@
 //! suites and curves ([`Args`]), and connections with a completed handshake ([`incoming`]).
 //! Certificates come from files, which are polled, or from the program's own authority. ring is the
 //! only cryptography provider. Clients authenticate with tokens, so client certificates are not
-//! requested, except by a server that trusts a front proxy ([`ClientChain`]).
+//! requested, except by a server that trusts a front proxy ([`ClientChain`]), and required only with
+//! `--client-ca` ([`ClientArgs`]).
 
 mod args;
 pub mod authority;
@@ -25,7 +26,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use args::{Args, CipherSuites, Curves, MinVersion};
 pub use certificates::Certificates;
-pub use client_chain::{ClientAuthorities, ClientChain};
+pub use client_chain::{ClientArgs, ClientAuthorities, ClientChain};
 pub use files::{FilesWatcher, read as read_file};
 pub use incoming::{Connection, incoming, listen};
 pub use trusted::watch_authorities;
@@ -66,8 +67,7 @@ pub fn server_config_requesting_client_certificates(
     certificates: Certificates,
     alpn: &[&[u8]],
 ) -> anyhow::Result<Arc<ServerConfig>> {
-    let verifier = client_chain::OptionalClientCertificate(Arc::new(provider()));
-    config(args, certificates, alpn, Arc::new(verifier))
+    config(args, certificates, alpn, Arc::new(client_chain::ClientCertificate::optional()))
 }
 
 fn config(

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use rcgen::{CertificateParams, KeyPair};
-use rustls::pki_types::ServerName;
+use rustls::pki_types::{PrivateKeyDer, ServerName};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, ProtocolVersion};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -41,6 +42,16 @@ impl Leaf {
     fn client(&self) -> ClientConfig {
         client_config(self.cert.as_bytes()).unwrap()
     }
+
+    /// The configuration of a client that trusts `server` and presents this certificate.
+    fn client_of(&self, server: &Leaf) -> ClientConfig {
+        let key = PrivateKeyDer::from_pem_slice(self.key.as_bytes()).unwrap();
+        let own = chain(self.cert.as_bytes()).unwrap();
+        let own = CertifiedKey::from_der(own, key, &provider()).unwrap();
+        let mut config = server.client();
+        config.client_auth_cert_resolver = Arc::new(SingleCertAndKey::from(own));
+        config
+    }
 }
 
 fn args(line: &str) -> Args {
@@ -60,6 +71,13 @@ struct Server {
 
 impl Server {
     async fn start(leaf: &Leaf, line: &str) -> Self {
+        Self::with(leaf, |certificates, _| server_config(&args(line), certificates, GRPC)).await
+    }
+
+    async fn with(
+        leaf: &Leaf,
+        config: impl FnOnce(Certificates, &Shutdown) -> anyhow::Result<Arc<ServerConfig>>,
+    ) -> Self {
         let dir = TempDir::new().unwrap();
         leaf.write(dir.path());
         let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
@@ -68,7 +86,7 @@ impl Server {
         tokio::spawn(watcher.watch(shutdown.clone()));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let config = server_config(&args(line), certificates.clone(), GRPC).unwrap();
+        let config = config(certificates.clone(), &shutdown).unwrap();
         let mut connections = incoming(listener, "test", config, shutdown);
         let served = tokio::spawn(async move {
             while let Some(connection) = connections.next().await {
@@ -285,6 +303,40 @@ async fn a_client_trusts_only_the_given_authorities() {
     for bad in ["", "no pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
         assert!(client_config(bad.as_bytes()).is_err(), "{bad}");
     }
+}
+
+#[tokio::test]
+async fn only_clients_of_the_current_client_ca_can_connect() {
+    let (own, client, other) = (leaf(), leaf(), leaf());
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("ca.crt");
+    fs::write(&file, &client.cert).unwrap();
+    let clients = ClientArgs { client_ca: Some(file.clone()) };
+    let server = Server::with(&own, |certificates, shutdown| {
+        clients.server_config(&args("x"), certificates, shutdown)
+    })
+    .await;
+    server.connect(client.client_of(&own)).await.unwrap();
+    let tls12 = |leaf: &Leaf| {
+        let mut config = only(&rustls::version::TLS12, &own);
+        config.client_auth_cert_resolver = leaf.client_of(&own).client_auth_cert_resolver;
+        config
+    };
+    server.connect(tls12(&client)).await.unwrap();
+    for refused in [own.client(), other.client_of(&own), tls12(&other)] {
+        assert!(server.connect(refused).await.is_err(), "the client is accepted");
+    }
+    // An invalid file keeps the authority; a valid one replaces it.
+    fs::write(&file, "").unwrap();
+    sleep(Duration::from_millis(2_200)).await;
+    server.connect(client.client_of(&own)).await.unwrap();
+    fs::write(&file, &other.cert).unwrap();
+    let mut attempts = 0..100;
+    while server.connect(other.client_of(&own)).await.is_err() {
+        attempts.next().expect("the changed file is not read");
+        sleep(Duration::from_millis(100)).await;
+    }
+    assert!(server.connect(client.client_of(&own)).await.is_err());
 }
 
 #[test]

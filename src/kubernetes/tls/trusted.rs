@@ -1,4 +1,4 @@
-//! CA certificates to publish, from a file.
+//! CA certificates from a file: to publish, or to verify clients.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,24 +14,27 @@ use crate::telemetry::shutdown::Shutdown;
 /// Poll interval.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The CA certificates of a file (PEM), reloaded on change. `flag` names the file in errors.
+/// What `parse` makes of the CA certificates of a file (PEM), reloaded on change. `flag` names the
+/// file in errors.
 ///
 /// # Errors
 /// The file cannot be read or has other content.
-pub fn watch_authorities(
+pub fn watch_authorities<T: Send + Sync + 'static>(
     flag: &'static str,
     file: &Path,
+    parse: fn(&str) -> anyhow::Result<T>,
     shutdown: Shutdown,
-) -> anyhow::Result<watch::Receiver<String>> {
-    let (sender, pem) = watch::channel(authorities(flag, file)?);
+) -> anyhow::Result<watch::Receiver<T>> {
+    let pem = authorities(flag, file)?;
+    let (sender, parsed) = watch::channel(parse(&pem)?);
     let file = file.to_owned();
     tokio::spawn(async move {
         tokio::select! {
-            () = follow(flag, file, sender) => {}
+            () = follow(flag, file, parse, pem, sender) => {}
             () = shutdown.draining() => {}
         }
     });
-    Ok(pem)
+    Ok(parsed)
 }
 
 /// Reads certificates that clients may see: valid ones, and never a key.
@@ -45,7 +48,13 @@ fn authorities(flag: &'static str, file: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
-async fn follow(flag: &'static str, file: PathBuf, pem: watch::Sender<String>) {
+async fn follow<T>(
+    flag: &'static str,
+    file: PathBuf,
+    parse: fn(&str) -> anyhow::Result<T>,
+    mut pem: String,
+    parsed: watch::Sender<T>,
+) {
     let mut polls = interval(POLL_INTERVAL);
     polls.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut error_log = RateLimitedLog::default();
@@ -56,9 +65,12 @@ async fn follow(flag: &'static str, file: PathBuf, pem: watch::Sender<String>) {
         let Ok(found) = tokio::task::spawn_blocking(move || authorities(flag, &path)).await else {
             continue;
         };
-        match found {
-            Ok(text) => {
-                pem.send_if_modified(|pem| std::mem::replace(pem, text.clone()) != text);
+        match found.and_then(|found| Ok((parse(&found)?, found))) {
+            Ok((new, found)) => {
+                if found != pem {
+                    parsed.send_replace(new);
+                    pem = found;
+                }
                 error_log.clear();
             }
             Err(error) => {

@@ -175,6 +175,12 @@ impl<K: Object> Cache<K> {
         state.live.then(|| keys.filter_map(|key| state.objects.get(key).cloned()).collect())
     }
 
+    /// The number of objects that [`Cache::cached_with`] returns.
+    pub fn count_with(&self, value: &str) -> Option<usize> {
+        let state = self.read();
+        state.live.then(|| state.indexed.get(value).map_or(0, BTreeSet::len))
+    }
+
     /// Like [`Cache::cached_with`], but also after the watch broke: then from its last report.
     pub fn last_cached_with(&self, value: &str) -> Vec<Arc<K>> {
         let state = self.read();

@@ -74,11 +74,14 @@ impl FakeApi {
         }
         let within = format!("{}/", uri.path());
         let items = state.objects.iter().filter(|(path, _)| path.starts_with(&within));
-        let items: Vec<_> = items.map(|(_, object)| object).collect();
-        match uri.query().is_some_and(|query| query.contains("limit=")) {
-            true => respond(200, &json!({ "metadata": {}, "items": items })),
-            false => failure(404),
-        }
+        let mut items: Vec<_> = items.map(|(_, object)| object).collect();
+        let query = uri.query().unwrap_or_default().split('&');
+        let Some(limit) = query.filter_map(|part| part.strip_prefix("limit=")).next() else {
+            return failure(404);
+        };
+        let more = items.len().saturating_sub(limit.parse().unwrap());
+        items.truncate(items.len() - more);
+        respond(200, &json!({ "metadata": { "remainingItemCount": more }, "items": items }))
     }
 
     fn reviewed(&self, mut review: Value) -> http::Response<Body> {

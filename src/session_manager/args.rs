@@ -40,6 +40,10 @@ pub struct Args {
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub config_map: String,
 
+    /// Maximum SnapshotSessionRequests of a namespace (0: no maximum)
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=10_000), value_name = "N")]
+    pub max_sessions_per_namespace: u32,
+
     /// Lease for leader election
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub lease: String,
@@ -99,6 +103,7 @@ mod tests {
             ("x --kube-api-qps 0", "0.001"),
             ("x --kube-api-qps NaN", "0.001"),
             ("x --kube-api-burst 0", "1.."),
+            ("x --max-sessions-per-namespace 10001", "0..=10000"),
             ("x --config-map A_b", "a-z"),
             ("x --service-address https://a", "host:port"),
         ] {

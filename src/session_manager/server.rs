@@ -16,7 +16,9 @@ use super::controller;
 use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
+use super::session_limit::SessionLimit;
 use super::{clean_up, webhook};
+use crate::kubernetes::cache::Clients;
 use crate::kubernetes::https::{self, Bounds, refuse_in_text};
 use crate::kubernetes::leader::{Election, candidate_name, while_leading};
 use crate::kubernetes::publish::maintain;
@@ -90,8 +92,10 @@ async fn serve_webhook(
         tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the webhook");
+    let clients = Clients { watch: kubernetes.clone(), lookups: reviews.clone() };
+    let limit = SessionLimit::start(args.max_sessions_per_namespace, clients, shutdown);
     let bounds = Bounds::new(webhook::LIMITS, LISTENER);
-    let routes = bounds.around(webhook::routes(reviews), refuse_in_text);
+    let routes = bounds.around(webhook::routes(reviews, limit), refuse_in_text);
     let longest = webhook::LIMITS.request;
     Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }

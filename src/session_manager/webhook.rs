@@ -1,6 +1,6 @@
 //! The validating webhook (KEP-3314, session design, "The Snapshot Session Manager"): the creator
-//! of a request must be allowed to get each of its VolumeSnapshots. A request that cannot be
-//! checked is refused.
+//! of a request must be allowed to get each of its VolumeSnapshots, and the namespace must have room
+//! for it ([`SessionLimit`]). A request that cannot be checked is refused.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,6 +13,8 @@ use kube::core::admission::{AdmissionRequest, Operation};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
+use super::ROLE;
+use super::session_limit::SessionLimit;
 use crate::kubernetes::admission::{Refusal, Verdict, validating};
 use crate::kubernetes::client::failure;
 use crate::kubernetes::https::Limits;
@@ -32,16 +34,15 @@ const REVIEW_TIMEOUT: Duration = Duration::from_secs(8);
 const REVIEWS: usize = 16;
 /// Maximum number of names in a refusal.
 const NAMED: usize = 3;
-/// This role, in errors about its permissions.
-const ROLE: &str = "session manager";
 
 /// The routes of the webhook. `client` makes the reviews and should have its own rate limit, so
 /// that many requests delay only each other.
-pub fn routes(client: Client) -> Router {
+pub fn routes(client: Client, limit: Option<SessionLimit>) -> Router {
     let webhook = Webhook {
         // Not cached: a revoked permission must not be granted from a cache.
         reviewer: Reviewer::new(client, Duration::ZERO),
         permits: Arc::new(Semaphore::new(REVIEWS)),
+        limit,
     };
     let decide = move |request| webhook.clone().decide(request);
     Router::new().route(PATH, validating(REVIEW_TIMEOUT, decide))
@@ -51,6 +52,7 @@ pub fn routes(client: Client) -> Router {
 struct Webhook {
     reviewer: Reviewer,
     permits: Arc<Semaphore>,
+    limit: Option<SessionLimit>,
 }
 
 impl Webhook {
@@ -72,11 +74,21 @@ impl Webhook {
             return Err(Refusal::invalid("the review has no object"));
         };
         let names = snapshots(object.spec.snapshots)?;
+        // First, so that a flood of requests over the limit causes no reviews.
+        self.has_room(&namespace).await?;
         let denied = self.denied(request.user_info.clone(), &namespace, names).await?;
         if denied.is_empty() {
-            return Ok(());
+            // Again, because other requests were admitted during the reviews.
+            return self.has_room(&namespace).await;
         }
         Err(Refusal::not_allowed(denial_message(&request.user_info, &namespace, &denied)))
+    }
+
+    async fn has_room(&self, namespace: &str) -> Verdict {
+        match &self.limit {
+            Some(limit) => limit.check(namespace).await,
+            None => Ok(()),
+        }
     }
 
     /// The VolumeSnapshots that the user must not get.
@@ -176,6 +188,8 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::kubernetes::fake_api::FakeApi;
+    use crate::session_manager::session_limit::tests::{limit, put};
 
     /// An API server that records the reviews and their concurrency, which a real one does not
     /// show. It allows every name but `secret`.
@@ -207,6 +221,7 @@ mod tests {
         Webhook {
             reviewer: Reviewer::new(client, Duration::ZERO),
             permits: Arc::new(Semaphore::new(REVIEWS)),
+            limit: None,
         }
     }
 
@@ -270,6 +285,28 @@ mod tests {
             let refused = webhook.clone().decide(creation(&names[..1], namespace)).await;
             assert_eq!(refused.unwrap_err().code(), 422, "{namespace:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_namespace_without_room_is_refused_without_reviews() {
+        let api = FakeApi::default();
+        let permits = Arc::new(Semaphore::new(0));
+        let (client, limit) = (api.client(), Some(limit(&api, 2)));
+        let reviewer = Reviewer::new(client, Duration::ZERO);
+        let webhook = Webhook { reviewer, permits: permits.clone(), limit };
+        let request = || creation(&["a".into()], Some("apps"));
+        api.allow_get("apps", "a");
+        put(&api, "first");
+        // Another request is created while the reviews of this one wait.
+        let waiting = tokio::spawn(webhook.clone().decide(request()));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        put(&api, "second");
+        permits.add_permits(1);
+        let refused = waiting.await.unwrap().unwrap_err();
+        assert!(refused.code() == 403 && refused.message().contains("maximum is 2"), "{refused:?}");
+        assert_eq!(api.calls("POST"), 1);
+        assert_eq!(webhook.decide(request()).await, Err(refused));
+        assert_eq!(api.calls("POST"), 1);
     }
 
     #[test]

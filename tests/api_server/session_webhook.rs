@@ -34,6 +34,8 @@ struct Rig<'a> {
     configuration: String,
     /// May create requests, but not get VolumeSnapshots.
     stranger: Account,
+    /// The manager's.
+    account: Account,
     manager: Served,
 }
 
@@ -66,7 +68,7 @@ impl<'a> Rig<'a> {
         let manager = spawn(cluster, &start);
         let apps = cluster.namespace("apps");
         let stranger = cluster.account(&apps, "stranger");
-        let rig = Self { cluster, apps, configuration, stranger, manager };
+        let rig = Self { cluster, apps, configuration, stranger, account, manager };
         rig.may_create(&rig.stranger);
         rig
     }
@@ -312,6 +314,32 @@ fn without_review_permission_requests_are_refused() {
         ["500", "the ServiceAccount of the", "may not create SubjectAccessReviews", "ClusterRole"];
     assert_refused(rig.ask(&cluster.client(), &["monday"], false), &expected);
     rig.log_has("may not create SubjectAccessReviews");
+}
+
+#[test]
+fn a_namespace_has_at_most_the_maximum_of_requests() {
+    let Some(cluster) = shared() else { return };
+    let requests = "snapshotsessionrequests";
+    let mut without_watch = manager_rules();
+    without_watch.retain(|rule| rule.resources != Some(vec![requests.to_owned()]));
+    for rules in [manager_rules(), without_watch] {
+        let rig = Rig::with(cluster, rules, &["--max-sessions-per-namespace", "2"]);
+        cluster.grant_in(&rig.apps, &rig.account, &[rule(OURS, &[requests], &["list"])]);
+        rig.configure("Fail");
+        rig.wait_until_judging();
+        let client = cluster.client();
+        cluster.wait_for("the rights of the manager", || rig.ask(&client, &["x"], true).ok());
+        let first = rig.ask(&client, &["monday"], false).unwrap();
+        rig.ask(&client, &["tuesday"], false).unwrap();
+        let refused = cluster.wait_for("the refusal", || rig.ask(&client, &["x"], true).err());
+        let expected = format!("the namespace {} has 2 SnapshotSessionRequests", rig.apps);
+        assert_refused(Err(refused), &["403", &expected, "the maximum is 2", "delete some"]);
+        let all = cluster.api_in::<SnapshotSessionRequest>(&rig.apps);
+        cluster.merge(&all, &first, &json!({ "metadata": { "labels": { "team": "a" } } }));
+        cluster.delete(&all, &first);
+        cluster.wait_for("room", || rig.ask(&client, &["x"], true).ok());
+        cluster.delete(&rig.configurations(), &rig.configuration);
+    }
 }
 
 #[test]

@@ -105,10 +105,13 @@ pub enum BackupCommand {
     #[command(after_help = "Example:
   csi-loopback backup show tuesday --repository /backups")]
     Show {
-        /// Id, the beginning of one, or snapshot
+        /// Id, the beginning of one, or snapshot; with --group, a group snapshot
         backup: String,
         #[command(flatten)]
         repository: RepositoryArgs,
+        /// Show the backups of a complete set
+        #[arg(long)]
+        group: bool,
     },
     /// Read backups and compare every byte with its hash
     #[command(after_help = "Example:
@@ -163,8 +166,9 @@ impl BackupCommand {
                 args.extend(volume.as_ref().map(|volume| format!("--volume={volume}")));
                 repository
             }
-            Self::Show { backup, repository } => {
+            Self::Show { backup, repository, group } => {
                 args.extend(["show".to_owned(), backup.clone()]);
+                args.extend(group.then(|| "--group".to_owned()));
                 repository
             }
             Self::Verify { backups, repository } => {

@@ -157,8 +157,19 @@ fn choose(
         snapshot_id: backup.subject.snapshot_id.clone(),
         expires: None,
     };
+    let is_same = |one: &&Manifest| {
+        let other = &one.subject;
+        other.snapshot_id == subject.snapshot_id && other.group == subject.group
+    };
     match choice {
-        BaseChoice::None => Ok(Chosen::Full(None)),
+        BaseChoice::None => {
+            // A repeated `--group` completes its set, instead of a second one.
+            let mut full = of_volume().filter(|one| one.subject.is_full());
+            match full.find(|one| subject.group.is_some() && is_same(one)) {
+                Some(existing) => Ok(Chosen::Exists(Box::new(existing.clone()))),
+                None => Ok(Chosen::Full(None)),
+            }
+        }
         BaseChoice::Backup(reference) => {
             let backup = repository.find(inventory, reference)?;
             may_be_base(backup, subject)?;
@@ -166,11 +177,7 @@ fn choose(
             Ok(Chosen::Incremental(base(backup)))
         }
         BaseChoice::Auto => {
-            let existing = of_volume().find(|one| {
-                let other = &one.subject;
-                other.snapshot_id == subject.snapshot_id && other.group == subject.group
-            });
-            if let Some(existing) = existing {
+            if let Some(existing) = of_volume().find(is_same) {
                 return Ok(Chosen::Exists(Box::new(existing.clone())));
             }
             let earlier = of_volume().filter(|one| may_be_base(one, subject).is_ok());
@@ -216,4 +223,41 @@ fn may_be_base(backup: &Manifest, subject: &Subject) -> Result<()> {
         subject.capacity_bytes
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::repository::Location;
+    use super::*;
+    use crate::backup::manifest::samples;
+
+    #[tokio::test]
+    async fn a_repeated_group_backup_completes_its_set() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = Location::Directory(directory.path().to_owned());
+        let repository = Repository::open(&location, true, None, None).await.unwrap();
+        let member = |number: usize| {
+            let mut backup = samples::backup(number);
+            backup.subject.base = None;
+            backup.subject.group = Some(samples::group());
+            backup
+        };
+        let exists = |backups: &[&Manifest], subject: &Subject| {
+            let backups = backups.iter().copied().cloned().collect();
+            let inventory = Inventory { backups, ..Inventory::default() };
+            let chosen = choose(&repository, &inventory, subject, &BaseChoice::None).unwrap();
+            matches!(chosen, Chosen::Exists(_))
+        };
+        let [first, second] = [0, 1].map(member);
+        for (own, other) in [(&first, &second), (&second, &first)] {
+            assert!(exists(&[own], &own.subject) && !exists(&[own], &other.subject));
+            assert!(exists(&[&first, &second], &own.subject));
+        }
+        // Without a base, only a full backup will do, and single snapshots get another one.
+        let mut incremental = samples::backup(1);
+        incremental.subject.group = Some(samples::group());
+        assert!(!exists(&[&incremental], &second.subject));
+        let alone = samples::backup(0);
+        assert!(!exists(&[&alone], &alone.subject));
+    }
 }

@@ -1,10 +1,12 @@
-//! Backups of a group snapshot: one for each member, as a set. The set is complete when all of them exist.
+//! Backups of a group snapshot: one per member, as a set. The set is complete when all of them
+//! exist.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::manifest::{Group, Manifest};
+use super::manifest::{Group, Manifest, Subject};
+use super::repository::Inventory;
 use super::{Done, Restorer};
 use crate::client::connection::Connection;
 use crate::client::names;
@@ -45,9 +47,53 @@ pub fn set(snapshots: &[csi::Snapshot]) -> Result<Option<Group>> {
     let members = u32::try_from(snapshots.len())?;
     let group = |first: &csi::Snapshot| Group {
         group_snapshot_id: first.group_snapshot_id.clone(),
+        group_snapshot: names::name_of(&first.group_snapshot_id).to_owned(),
         members,
     };
     Ok(snapshots.first().map(group))
+}
+
+/// The newest backup of each member of a set, oldest first.
+pub fn backups<'i>(inventory: &'i Inventory, group: &Group) -> Vec<&'i Manifest> {
+    let mut found: Vec<&Manifest> = Vec::new();
+    for backup in inventory.backups.iter().rev() {
+        let Subject { group: own, snapshot_id, .. } = &backup.subject;
+        let is_known = found.iter().any(|one| one.subject.snapshot_id == *snapshot_id);
+        if own.as_ref() == Some(group) && !is_known {
+            found.push(backup);
+        }
+    }
+    found.reverse();
+    found
+}
+
+pub fn is_complete(inventory: &Inventory, group: &Group) -> bool {
+    backups(inventory, group).len() == group.members as usize
+}
+
+/// The backups of the set with this name or id of a group snapshot, one per member, oldest first.
+///
+/// # Errors
+/// There is no such set, or several, or it is incomplete.
+pub fn find<'i>(inventory: &'i Inventory, reference: &str) -> Result<Vec<&'i Manifest>> {
+    let sets = inventory.backups.iter().filter_map(|backup| backup.subject.group.as_ref());
+    let mut named =
+        sets.filter(|set| set.group_snapshot_id == reference || set.group_snapshot == reference);
+    let set =
+        named.next().with_context(|| format!("no set of the group snapshot {reference:?}"))?;
+    ensure!(
+        named.all(|other| other == set),
+        "several sets are named {reference:?}, use the id of the group snapshot"
+    );
+    let found = backups(inventory, set);
+    ensure!(
+        is_complete(inventory, set),
+        "the set of {} is incomplete: {} of {} backups; repeat `backup create --group`",
+        set.group_snapshot_id,
+        found.len(),
+        set.members
+    );
+    Ok(found)
 }
 
 /// Restores all members of a set to files of a directory, named after their volumes.
@@ -57,32 +103,7 @@ pub async fn restore(
     directory: &Path,
     resume: bool,
 ) -> Result<Vec<Done>> {
-    let in_set = |backup: &&Manifest| {
-        backup.subject.group.as_ref().is_some_and(|group| {
-            let id = &group.group_snapshot_id;
-            id == reference || names::name_of(id) == reference
-        })
-    };
-    // Of a member that was backed up twice, the newer one.
-    let mut members: Vec<&Manifest> = Vec::new();
-    for backup in from.inventory.backups.iter().rev().filter(in_set) {
-        if !members.iter().any(|one| one.subject.snapshot_id == backup.subject.snapshot_id) {
-            members.push(backup);
-        }
-    }
-    let group = members.first().and_then(|first| first.subject.group.as_ref());
-    let group = group.with_context(|| format!("no set of the group snapshot {reference:?}"))?;
-    ensure!(
-        members.iter().all(|one| one.subject.group.as_ref() == Some(group)),
-        "several sets are named {reference:?}, use the id of the group snapshot"
-    );
-    ensure!(
-        members.len() == group.members as usize,
-        "the set of {} is incomplete: {} of {} backups; repeat `backup create --group`",
-        group.group_snapshot_id,
-        members.len(),
-        group.members
-    );
+    let members = find(from.inventory, reference)?;
     std::fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
     let mut done = Vec::with_capacity(members.len());
     for backup in members {
@@ -98,4 +119,46 @@ pub async fn restore(
         done.push(from.restore(backup, &path, resume).await?);
     }
     Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backup::manifest::samples;
+
+    fn inventory(numbers: &[usize]) -> Inventory {
+        let member = |number: &usize| {
+            let mut backup = samples::backup(*number);
+            backup.subject.group = Some(samples::group());
+            backup
+        };
+        Inventory { backups: numbers.iter().map(member).collect(), ..Inventory::default() }
+    }
+
+    #[test]
+    fn a_set_is_complete_when_each_member_has_a_backup() {
+        for (numbers, complete) in [(&[0][..], false), (&[0, 0], false), (&[0, 1, 1], true)] {
+            assert_eq!(
+                is_complete(&inventory(numbers), &samples::group()),
+                complete,
+                "{numbers:?}"
+            );
+        }
+        let whole = inventory(&[0, 1]);
+        for reference in ["g", "g-id"] {
+            assert_eq!(find(&whole, reference).unwrap().len(), 2);
+        }
+        let error = find(&inventory(&[0, 0]), "g").unwrap_err().to_string();
+        assert!(error.contains("incomplete: 1 of 2"), "{error}");
+        assert!(find(&whole, "other").is_err());
+    }
+
+    #[test]
+    fn two_sets_of_one_name_are_refused() {
+        let mut several = inventory(&[0, 1]);
+        several.backups[1].subject.group =
+            Some(Group { group_snapshot_id: "other".to_owned(), ..samples::group() });
+        let error = find(&several, "g").unwrap_err().to_string();
+        assert!(error.contains("several sets"), "{error}");
+    }
 }

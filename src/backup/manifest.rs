@@ -120,6 +120,7 @@ pub struct Base {
 #[serde(deny_unknown_fields)]
 pub struct Group {
     pub group_snapshot_id: String,
+    pub group_snapshot: String,
     pub members: u32,
 }
 
@@ -313,6 +314,12 @@ pub mod samples {
 
     pub fn id(number: usize) -> BackupId {
         BackupId::try_from(format!("2026010{}T000000000Z-00000000", number + 1)).unwrap()
+    }
+
+    /// The set of two snapshots.
+    pub fn group() -> Group {
+        let [group_snapshot_id, group_snapshot] = ["g-id", "g"].map(str::to_owned);
+        Group { group_snapshot_id, group_snapshot, members: 2 }
     }
 
     /// The backup of snapshot `number`, from the previous one.

@@ -98,8 +98,13 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
             show::list(&inventory, volume.as_deref(), options.print.output)?;
             Ok(warn_of_damage(&inventory))
         }
-        BackupCommand::Show { backup, repository } => {
-            show_command(&options, &open(&repository, false).await?, &backup).await
+        BackupCommand::Show { backup, repository, group } => {
+            let repository = open(&repository, false).await?;
+            match group {
+                true => show::set(&repository, &backup, options.print.output).await?,
+                false => show_command(&options, &repository, &backup).await?,
+            }
+            Ok(ExitCode::SUCCESS)
         }
         BackupCommand::Verify { backups, repository } => {
             verify_command(&options, &stop, &open(&repository, false).await?, &backups).await
@@ -249,11 +254,7 @@ fn created_text(created: &Created, entry: &Entry, time: Duration) -> String {
     entry.facts([("result", state.to_owned()), ("time", format::took(time))])
 }
 
-async fn show_command(
-    options: &Options,
-    repository: &Repository,
-    backup: &str,
-) -> Result<ExitCode> {
+async fn show_command(options: &Options, repository: &Repository, backup: &str) -> Result<()> {
     let inventory = repository.inventory().await?;
     let found = repository.find(&inventory, backup)?;
     let chain = repository.chain(&inventory, found);
@@ -268,7 +269,7 @@ async fn show_command(
         Ok(ids) => entry.facts([("chain", ids.join(", "))]),
         Err(_) => entry.facts([]),
     })?;
-    chain.map(|_| ExitCode::SUCCESS)
+    chain.map(drop)
 }
 
 /// The backups that `references` name; all without any.

@@ -118,7 +118,7 @@ pub async fn remove(repository: &Repository, plan: &Plan, stop: &Stop, lock: &Lo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backup::manifest::{Base, Group, samples};
+    use crate::backup::manifest::{Base, samples};
 
     const DAY: Duration = Duration::from_secs(86_400);
 
@@ -168,8 +168,7 @@ mod tests {
         }
         assert_eq!(planned(&both, Some(1), None), [vec![2, 0], vec![]]);
         for number in [0, 3] {
-            let group = Group { group_snapshot_id: "g".to_owned(), members: 2 };
-            both.backups[number].subject.group = Some(group);
+            both.backups[number].subject.group = Some(samples::group());
         }
         assert_eq!(planned(&both, Some(1), None), [vec![2], vec![0]]);
     }

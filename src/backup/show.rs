@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use anyhow::Result;
 use serde::Serialize;
 
+use super::group;
 use super::manifest::{BackupId, Manifest};
-use super::repository::Inventory;
+use super::repository::{Inventory, Repository};
 use crate::client::{Output, format};
 use crate::quantity;
 
@@ -32,6 +33,7 @@ pub struct Entry {
     base_snapshot_id: Option<String>,
     base_expires: Option<String>,
     full_because: Option<String>,
+    group_snapshot: Option<String>,
     group_snapshot_id: Option<String>,
     /// Whether all members of its set exist; a backup outside of a set has no value.
     group_complete: Option<bool>,
@@ -41,10 +43,7 @@ impl Entry {
     pub fn new(backup: &Manifest, inventory: &Inventory) -> Self {
         let Manifest { id, created, subject, totals, .. } = backup;
         let base = subject.base.as_ref();
-        let of_set = |group: &super::manifest::Group| {
-            let same = |other: &&Manifest| other.subject.group.as_ref() == Some(group);
-            inventory.backups.iter().filter(same).count() >= group.members as usize
-        };
+        let group = subject.group.as_ref();
         Self {
             id: id.to_string(),
             created: created.clone(),
@@ -63,8 +62,9 @@ impl Entry {
             base_snapshot_id: base.map(|base| base.snapshot_id.clone()),
             base_expires: base.and_then(|base| base.expires.clone()),
             full_because: subject.full_because.clone(),
-            group_snapshot_id: subject.group.as_ref().map(|group| group.group_snapshot_id.clone()),
-            group_complete: subject.group.as_ref().map(of_set),
+            group_snapshot: group.map(|group| group.group_snapshot.clone()),
+            group_snapshot_id: group.map(|group| group.group_snapshot_id.clone()),
+            group_complete: group.map(|group| group::is_complete(inventory, group)),
         }
     }
 
@@ -88,7 +88,7 @@ impl Entry {
             ("volume", format!("{} ({})", self.volume, quantity::format(self.capacity_bytes))),
             ("snapshot", self.snapshot_id.clone()),
         ]);
-        if let Some(group) = &self.group_snapshot_id {
+        if let Some(group) = &self.group_snapshot {
             let state = if self.group_complete == Some(true) { "complete" } else { "incomplete" };
             facts.push(("group", format!("{group}, {state}")));
         }
@@ -118,6 +118,17 @@ pub fn list(inventory: &Inventory, volume: Option<&str>, output: Output) -> Resu
     let backups = inventory.backups.iter().filter(wanted);
     let entries: Vec<_> = backups.map(|backup| Entry::new(backup, inventory)).collect();
     format::print_rows(output, &entries, |entries| table(entries, &inventory.unfinished))
+}
+
+/// Prints the backups of a complete set whose chains exist.
+pub async fn set(repository: &Repository, reference: &str, output: Output) -> Result<()> {
+    let inventory = repository.inventory().await?;
+    let backups = group::find(&inventory, reference)?;
+    backups.iter().try_for_each(|backup| repository.chain(&inventory, backup).map(drop))?;
+    let entries: Vec<_> = backups.iter().map(|backup| Entry::new(backup, &inventory)).collect();
+    format::print_rows(output, &entries, |entries| {
+        entries.iter().map(|entry| entry.facts([])).collect::<Vec<_>>().join("\n\n")
+    })
 }
 
 fn table<U>(entries: &[Entry], unfinished: &[(BackupId, U)]) -> String {

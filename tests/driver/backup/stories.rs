@@ -248,6 +248,11 @@ fn a_group_is_backed_up_and_restored_as_a_set() {
         let id = text(&listed[0]["id"]).to_owned();
         fs::remove_dir_all(rig.directory().join("backups").join(id)).unwrap();
         rig.refused(&["restore", "g", "--group", "--to", path(&to)], "incomplete");
+        rig.refused(&["backup", "show", "g", "--group"], "incomplete: 1 of 2");
+        // Repeated, the backup completes it.
+        let repeated = rig.json(&["backup", "create", "g", "--group"]);
+        assert_eq!((rig.list().len(), &repeated[1]["id"]), (2, &listed[1]["id"]), "{repeated}");
+        assert_eq!(rig.json(&["backup", "show", "g", "--group"]).as_array().unwrap().len(), 2);
     });
 }
 

@@ -134,6 +134,17 @@ from_snapshot() { # from_snapshot CLAIM SIZE SNAPSHOT [KEY: VALUE...]
 # client ARGUMENT...: a client command in the pod of hack/e2e/client.yaml, which may use all three APIs.
 client() { kubectl -n backup-client exec client -- /csi-loopback "$@"; }
 
+# backup_command ARGUMENT...: a backup command with the rights of hack/e2e/client.yaml, and the claim "backups".
+backup_command() { client "$@" --namespace "$namespace" --repository claim:backups --quiet; }
+
+# movers_are_gone: whether no Job, pod or claim of a mover remains.
+movers_are_gone() {
+    local rest
+    rest=$(kubectl -n "$namespace" get jobs,pods,pvc --no-headers 2>/dev/null | grep csi-loopback-mover || true)
+    echo "$rest"
+    [[ -z $rest ]]
+}
+
 # extents_by API COMMAND...: the extents that an API returns, "OFFSET LENGTH" a line, adjacent ones joined: responses may split them
 # differently.
 extents_by() {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::create::BaseChoice;
+use super::manifest::Group;
 use super::repository::Location;
 use crate::client::Options;
 use crate::kubernetes::name;
@@ -35,6 +36,20 @@ pub struct RepositoryArgs {
     pub s3_credentials: Option<PathBuf>,
     #[command(flatten)]
     pub mover: MoverArgs,
+}
+
+/// The repository that `backup copy` writes.
+#[derive(Debug, Clone, Args)]
+pub struct CopyTo {
+    /// Repository to copy to
+    #[arg(long, value_name = "DIR|s3://BUCKET/PREFIX|claim:NAME/PATH")]
+    pub to: Location,
+    /// Key file of the other repository
+    #[arg(long, value_name = "FILE")]
+    pub to_key_file: Option<PathBuf>,
+    /// Secret whose entry `key` is the key of the other repository
+    #[arg(long, requires = "namespace", conflicts_with = "to_key_file", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub to_key_secret: Option<String>,
 }
 
 /// Work that a mover pod does; every other flag requires `--namespace`.
@@ -73,7 +88,7 @@ pub struct CreateArgs {
     #[arg(long, value_parser = base, value_name = "BACKUP|auto")]
     pub base: Option<BaseChoice>,
     /// Back up all snapshots of a group snapshot as one set
-    #[arg(long, conflicts_with = "namespace")]
+    #[arg(long, conflicts_with = "source")]
     pub group: bool,
     /// Device with the data of the VolumeSnapshot, instead of a mover pod
     #[arg(long, requires = "namespace", value_name = "DEVICE", help_heading = KUBERNETES)]
@@ -81,6 +96,9 @@ pub struct CreateArgs {
     /// With --source: file with a token for the sidecar [default: request one]
     #[arg(long, requires = "source", value_name = "FILE", help_heading = KUBERNETES)]
     pub token_file: Option<PathBuf>,
+    /// The set to which a mover pod adds its backup, as JSON
+    #[arg(long, hide = true, requires = "source", value_parser = set, value_name = "JSON")]
+    pub set: Option<Group>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -89,7 +107,8 @@ pub enum BackupCommand {
     #[command(after_help = "Examples:
   csi-loopback backup create monday --repository /backups
   csi-loopback backup create tuesday --repository /backups --base auto
-  csi-loopback backup create nightly --namespace shop --repository claim:backups")]
+  csi-loopback backup create nightly --namespace shop --repository claim:backups
+  csi-loopback backup create nightly --group --namespace shop --repository claim:backups")]
     Create(CreateArgs),
     /// List the backups of a repository, oldest first
     #[command(after_help = "Example:
@@ -140,27 +159,26 @@ pub enum BackupCommand {
     },
     /// Copy backups and their chains to another repository
     #[command(after_help = "Example:
-  csi-loopback backup copy tuesday --repository /backups --to s3://bucket/backups")]
+  csi-loopback backup copy tuesday --repository /backups --to s3://bucket/backups
+  csi-loopback backup copy --namespace shop --repository claim:backups --to s3://bucket/backups")]
     Copy {
         /// Ids or snapshots [default: all backups]
         backups: Vec<String>,
         #[command(flatten)]
         repository: RepositoryArgs,
-        /// Repository to copy to
-        #[arg(long, value_name = "DIR|s3://BUCKET/PREFIX")]
-        to: Location,
-        /// Key file of the other repository
-        #[arg(long, value_name = "FILE")]
-        to_key_file: Option<PathBuf>,
+        #[command(flatten)]
+        to: CopyTo,
     },
 }
 
 impl BackupCommand {
-    /// The same command for a mover pod, without its repository: `None` for one that never runs in a pod as it is.
-    pub fn for_pod(&self) -> Option<(&RepositoryArgs, Vec<String>)> {
+    /// The same command for a mover pod, without its repositories: `None` for `create`, whose pod
+    /// has other arguments.
+    pub fn for_pod(&self) -> Option<ForPod<'_>> {
         let mut args = vec!["backup".to_owned()];
+        let mut copy_to = None;
         let repository = match self {
-            Self::Create(_) | Self::Copy { .. } => return None,
+            Self::Create(_) => return None,
             Self::List { repository, volume } => {
                 args.push("list".to_owned());
                 args.extend(volume.as_ref().map(|volume| format!("--volume={volume}")));
@@ -184,9 +202,22 @@ impl BackupCommand {
                 args.extend(dry_run.then(|| "--dry-run".to_owned()));
                 repository
             }
+            Self::Copy { backups, repository, to } => {
+                args.push("copy".to_owned());
+                args.extend(backups.iter().cloned());
+                copy_to = Some(to);
+                repository
+            }
         };
-        Some((repository, args))
+        Some(ForPod { repository, args, copy_to })
     }
+}
+
+/// A command for a mover pod.
+pub struct ForPod<'a> {
+    pub repository: &'a RepositoryArgs,
+    pub args: Vec<String>,
+    pub copy_to: Option<&'a CopyTo>,
 }
 
 fn base(text: &str) -> Result<BaseChoice, String> {
@@ -195,6 +226,10 @@ fn base(text: &str) -> Result<BaseChoice, String> {
         "auto" => Ok(BaseChoice::Auto),
         backup => Ok(BaseChoice::Backup(backup.to_owned())),
     }
+}
+
+fn set(text: &str) -> Result<Group, String> {
+    serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 #[derive(Debug, Args)]
@@ -221,8 +256,9 @@ pub struct RestoreArgs {
     /// Name of a new volume to restore to
     #[arg(long, value_name = "NAME", conflicts_with_all = ["group", "to_claim", "namespace"])]
     pub to_volume: Option<String>,
-    /// PersistentVolumeClaim to restore to: a new one, or an unused one in block mode
-    #[arg(long, requires = "namespace", conflicts_with = "group", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    /// PersistentVolumeClaim to restore to: a new one, or an unused one in block mode; with --group,
+    /// NAME-VOLUME for each volume
+    #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
     pub to_claim: Option<String>,
     /// Volume mode of the new claim
     #[arg(long, requires = "to_claim", value_enum, default_value_t = VolumeMode::Block, help_heading = KUBERNETES)]

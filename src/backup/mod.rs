@@ -34,17 +34,18 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::Subcommand;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use args::{BackupArgs, BackupCommand, CreateArgs, RepositoryArgs, RestoreArgs};
+use args::{BackupArgs, BackupCommand, CopyTo, CreateArgs, RepositoryArgs, RestoreArgs};
 use create::{BaseChoice, Created, Job};
 use manifest::{Manifest, Subject};
 use mover::Mover;
 use origin::Origin;
 use repository::lock::{Kind, Lock, locked};
-use repository::{Inventory, Repository};
+use repository::{Inventory, Location, Repository};
 use restore::{Restore, Restored};
 use show::Entry;
 use target::Target;
@@ -83,11 +84,12 @@ pub fn run(command: Command) -> Result<ExitCode> {
 async fn backup(args: BackupArgs) -> Result<ExitCode> {
     let BackupArgs { options, command } = args;
     let stop = Stop::listen(&options.per_call())?;
-    if let Some((repository, args)) = command.for_pod()
-        && repository.mover.namespace.is_some()
+    if let Some(command) = command.for_pod()
+        && command.repository.mover.namespace.is_some()
     {
         let shown = progress::start("waiting for the mover pod", options.print.quiet);
-        let result = Mover::new(&options, &stop, repository).await?.manage(args).await?;
+        let mover = Mover::new(&options, &stop, command.repository).await?;
+        let result = mover.manage(command.args, command.copy_to).await?;
         drop(shown);
         return print_result(&result);
     }
@@ -113,14 +115,8 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
             let rules = prune::Rules { keep_last, keep_within };
             prune_command(&options, &stop, &open(&repository, false).await?, rules, dry_run).await
         }
-        BackupCommand::Copy { backups, repository, to, to_key_file } => {
-            ensure!(
-                repository.mover.namespace.is_none(),
-                "--namespace: `backup copy` does not run in a pod; copy between directories and buckets"
-            );
-            let credentials = repository.s3_credentials.as_deref();
-            let from = open(&repository, false).await?;
-            let to = Repository::open(&to, true, to_key_file.as_deref(), credentials).await?;
+        BackupCommand::Copy { backups, repository, to } => {
+            let (from, to) = open_both(&repository, &to).await?;
             copy_command(&options, &stop, &from, &to, &backups).await
         }
     }
@@ -129,6 +125,21 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
 async fn open(args: &RepositoryArgs, create: bool) -> Result<Repository> {
     let RepositoryArgs { repository, key_file, s3_credentials, .. } = args;
     Repository::open(repository, create, key_file.as_deref(), s3_credentials.as_deref()).await
+}
+
+/// The repositories of a copy. Credentials are for whichever of them is a bucket.
+async fn open_both(from: &RepositoryArgs, to: &CopyTo) -> Result<(Repository, Repository)> {
+    let credentials = |own: &Location, other: &Location| {
+        let is_for_other = !own.is_bucket() && other.is_bucket();
+        from.s3_credentials.as_deref().filter(|_| !is_for_other)
+    };
+    let key = from.key_file.as_deref();
+    let source = credentials(&from.repository, &to.to);
+    let source = Repository::open(&from.repository, false, key, source).await?;
+    let key = to.to_key_file.as_deref();
+    let target = credentials(&to.to, &from.repository);
+    let target = Repository::open(&to.to, true, key, target).await?;
+    Ok((source, target))
 }
 
 /// Connects to the driver; calls over the connection may take `--timeout` each.
@@ -146,14 +157,18 @@ fn warn_of_damage(inventory: &Inventory) -> ExitCode {
 }
 
 async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Result<ExitCode> {
-    let CreateArgs { snapshot, repository, base, group, source, token_file } = args;
+    let CreateArgs { snapshot, repository, base, group, source, token_file, set } = args;
     let base = base.as_ref().unwrap_or(&BaseChoice::None);
     let shown = progress::start("backing up", options.print.quiet);
     let Some(namespace) = &repository.mover.namespace else {
         return create_by_driver(options, stop, args, base, *group, shown).await;
     };
     let Some(device) = source else {
-        let result = Mover::new(options, stop, repository).await?.back_up(snapshot, base).await?;
+        let mover = Mover::new(options, stop, repository).await?;
+        let result = match group {
+            true => mover.back_up_group(snapshot, base).await?,
+            false => mover.back_up(snapshot, base).await?,
+        };
         drop(shown);
         return print_result(&result);
     };
@@ -166,7 +181,7 @@ async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Re
         snapshot: &found.name,
         device,
     };
-    let sources = [(origin, origin::subject_in_cluster(&found)?)];
+    let sources = [(origin, origin::subject_in_cluster(&found, set.clone())?)];
     create_all(options, stop, repository, &sources, base, false, shown).await
 }
 
@@ -233,7 +248,7 @@ fn print_result(result: &str) -> Result<ExitCode> {
 }
 
 /// Prints the results of a command: several where it is about a set, else the only one.
-fn print_all<T: serde::Serialize>(
+fn print_all<T: Serialize>(
     output: Output,
     values: &[T],
     is_group: bool,
@@ -394,15 +409,22 @@ async fn copy_command(
 
 async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
     let RestoreArgs { options, backup, repository, to, group, resume, .. } = &args;
+    let print = |restored: &[Done], start: Instant| {
+        let texts = restored.iter().map(|one| one.text(start.elapsed()));
+        print_all(options.print.output, restored, *group, texts.collect())
+    };
     let start = Instant::now();
     let stop = Stop::listen(&options.per_call())?;
     let shown = progress::start("restoring", options.print.quiet);
     if repository.mover.namespace.is_some() {
         let claim = args.to_claim.as_deref().context("--to-claim is missing")?;
-        let target = mover::Target { claim, mode: args.volume_mode, resume: *resume };
-        let result = Mover::new(options, &stop, repository).await?.restore(backup, &target).await?;
+        let mode = args.volume_mode;
+        let target = mover::Target { claim, mode, resume: *resume, is_group: *group };
+        let mover = Mover::new(options, &stop, repository).await?;
+        let restored = mover.restore(backup, &target).await?;
         drop(shown);
-        return print_result(&result);
+        print(&restored, start)?;
+        return Ok(ExitCode::SUCCESS);
     }
     let repository = open(repository, false).await?;
     let restored = locked(&repository, Kind::Shared, "restore", async |lock| {
@@ -423,8 +445,7 @@ async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
     })
     .await?;
     drop(shown);
-    let texts = restored.iter().map(|one| one.text(start.elapsed()));
-    print_all(options.print.output, &restored, *group, texts.collect())?;
+    print(&restored, start)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -437,7 +458,7 @@ struct Restorer<'r> {
 }
 
 /// A restore that is done.
-#[derive(serde::Serialize)]
+#[derive(Serialize, Deserialize)]
 struct Done {
     backup: String,
     to: String,

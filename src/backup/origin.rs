@@ -71,7 +71,7 @@ pub fn subject(snapshot: &csi::Snapshot, group: Option<Group>) -> Result<Subject
 ///
 /// # Errors
 /// It was not taken of a volume of the cluster, or its size is unknown.
-pub fn subject_in_cluster(snapshot: &cluster::Snapshot) -> Result<Subject> {
+pub fn subject_in_cluster(snapshot: &cluster::Snapshot, group: Option<Group>) -> Result<Subject> {
     let cluster::Snapshot { what, handle, volume_handle, claim, created, bytes, .. } = snapshot;
     let volume_id = volume_handle.clone().with_context(|| {
         format!("{what} was imported, so its volume is unknown: back up a snapshot of a claim")
@@ -85,7 +85,7 @@ pub fn subject_in_cluster(snapshot: &cluster::Snapshot) -> Result<Subject> {
         capacity_bytes: *bytes,
         base: None,
         full_because: None,
-        group: None,
+        group,
     })
 }
 

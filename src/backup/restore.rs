@@ -23,7 +23,7 @@ use crate::client::stop::Stop;
 const RUNS: usize = 4096;
 
 /// What a restore did, in bytes.
-#[derive(Debug, Clone, Copy, Default, serde::Serialize)]
+#[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub struct Restored {
     pub written_bytes: u64,
     /// What the target held already.

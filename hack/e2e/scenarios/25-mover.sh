@@ -3,8 +3,6 @@
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 
-# backup_command ARGUMENT...: a backup command with the rights of hack/e2e/client.yaml.
-backup_command() { kubectl -n backup-client exec client -- /csi-loopback "$@" --namespace "$namespace" --repository claim:backups --quiet; }
 # same WHAT OUTPUT FILTER VALUE: whether a field of the result has the value.
 same() { equal "$1" "$4" "$(jq -r "$3" <<<"$2")"; }
 
@@ -57,12 +55,8 @@ equal "device of orders-2" "$orders" "$(in_pod orders-restored 'sha256sum </devi
 equal "files of files-2" "$files" "$(in_pod files-restored 'cd /data; sha256sum file new')"
 
 step "nothing of the movers remains"
-movers_are_gone() {
-    local rest
-    rest=$(kubectl -n "$namespace" get jobs,pods,pvc --no-headers 2>/dev/null | grep csi-loopback-mover || true)
-    echo "$rest"
-    [[ -z $rest ]]
-}
 eventually movers_are_gone
 for name in orders orders-restored files files-restored; do discard -n "$namespace" "pod/$name" "pvc/$name"; done
-discard -n "$namespace" volumesnapshot/files-2 volumesnapshot/orders-2 pvc/backups
+discard -n "$namespace" volumesnapshot/files-2 volumesnapshot/orders-2
+# The scenario "group" makes another.
+delete -n "$namespace" pvc/backups

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Scenario: VolumeGroupSnapshot of two claims, and a restore of each member
+# Scenario: VolumeGroupSnapshot of two claims, a restore of each member, and its backup as a set
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 
@@ -33,8 +33,20 @@ while read -r source member; do
     from_snapshot "$source-restored" 64Mi "$member"
     user "$source-restored" "$source-restored"
     equal "file of $source" "$source" "$(in_pod "$source-restored" 'cat /data/file')"
-    discard -n "$namespace" "pod/$source-restored" "pod/$source"
-    discard -n "$namespace" "pvc/$source-restored" "pvc/$source"
+    discard -n "$namespace" "pod/$source-restored" "pvc/$source-restored"
 done <<<"$members"
+step "backup as a set by mover pods, a copy of it, and a restore to new claims"
+quietly kubectl apply --server-side -k deploy/examples/mover
+claim backups 512Mi
+equal "complete members" 2 "$(backup_command backup create group --group --output json | jq 'map(select(.group_complete)) | length')"
+equal "copied backups" 2 "$(backup_command backup copy --to claim:backups/copy --output json | jq '.copied | length')"
+quietly backup_command restore group --group --to-claim again --storage-class csi-loopback --volume-mode filesystem
+eventually movers_are_gone
+for name in group-a group-b; do
+    user "again-$name" "again-$name"
+    equal "file of $name" "$name" "$(in_pod "again-$name" 'cat /data/file')"
+    discard -n "$namespace" "pod/again-$name" "pvc/again-$name" "pod/$name" "pvc/$name"
+done
+discard -n "$namespace" pvc/backups
 delete -n "$namespace" volumegroupsnapshot/group
 discard volumegroupsnapshotclass/csi-loopback

@@ -1,19 +1,23 @@
 //! The Job of a mover, and what its status and its pod mean.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result};
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
-use super::super::args::MoverArgs;
+use super::super::args::{CopyTo, MoverArgs};
 use super::super::repository::Location;
 use crate::client::Output;
 
 /// Path of the block device in the pod.
 pub const DEVICE: &str = "/dev/csi-loopback-data";
-/// Paths of the repository's claim and of the Secrets.
+/// Paths of the repositories' claims and of the Secrets.
 const REPOSITORY: &str = "/repository";
+const TO: &str = "/to";
 const KEY: &str = "/var/run/secrets/csi-loopback/key";
+const TO_KEY: &str = "/var/run/secrets/csi-loopback/to-key";
 const S3: &str = "/var/run/secrets/csi-loopback/s3";
 const TOKEN: &str = "/var/run/secrets/csi-loopback/token";
 
@@ -31,6 +35,8 @@ pub struct Work<'w> {
     pub data: Data<'w>,
     /// Of a token for the driver's sidecar.
     pub audience: Option<&'w str>,
+    /// A second repository.
+    pub copy_to: Option<&'w CopyTo>,
 }
 
 /// The block device of the pod.
@@ -70,21 +76,19 @@ fn image(flags: &MoverArgs) -> String {
 pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>) -> Result<Job> {
     let mut pod = Volumes::default();
     let mut args = work.args.clone();
-    args.push(match repository {
-        Location::Claim { name, path } => {
-            let claim = json!({"persistentVolumeClaim": {"claimName": name}});
-            pod.mount("repository", REPOSITORY, false, claim);
-            format!("--repository={REPOSITORY}/{path}")
+    args.push(pod.repository("repository", REPOSITORY, repository));
+    let copy_to = work.copy_to;
+    args.extend(copy_to.map(|other| pod.repository("to", TO, &other.to)));
+    let to_key = copy_to.and_then(|other| other.to_key_secret.as_ref());
+    for (name, path, flag, secret) in [
+        ("key", KEY, format!("--key-file={KEY}/key"), flags.key_secret.as_ref()),
+        ("to-key", TO_KEY, format!("--to-key-file={TO_KEY}/key"), to_key),
+        ("s3", S3, format!("--s3-credentials={S3}"), flags.s3_secret.as_ref()),
+    ] {
+        if let Some(secret) = secret {
+            pod.mount(name, path, true, json!({"secret": {"secretName": secret}}));
+            args.push(flag);
         }
-        other => format!("--repository={other}"),
-    });
-    if let Some(secret) = &flags.key_secret {
-        pod.mount("key", KEY, true, json!({"secret": {"secretName": secret}}));
-        args.push(format!("--key-file={KEY}/key"));
-    }
-    if let Some(secret) = &flags.s3_secret {
-        pod.mount("s3", S3, true, json!({"secret": {"secretName": secret}}));
-        args.push(format!("--s3-credentials={S3}"));
     }
     if let Some(audience) = work.audience {
         let token =
@@ -141,9 +145,25 @@ struct Volumes {
     volumes: Vec<Value>,
     mounts: Vec<Value>,
     devices: Vec<Value>,
+    /// Where the claims of repositories are mounted.
+    claims: BTreeMap<String, &'static str>,
 }
 
 impl Volumes {
+    /// The flag for a repository, whose claim gets mounted. Two repositories in one claim share a
+    /// volume: kubelet may not start a pod with two volumes of a claim.
+    fn repository(&mut self, flag: &str, mount: &'static str, location: &Location) -> String {
+        let Location::Claim { name, path } = location else {
+            return format!("--{flag}={location}");
+        };
+        if !self.claims.contains_key(name) {
+            let claim = json!({"persistentVolumeClaim": {"claimName": name}});
+            self.mount(flag, mount, false, claim);
+        }
+        let mount = self.claims.entry(name.clone()).or_insert(mount);
+        format!("--{flag}={mount}/{path}")
+    }
+
     fn mount(&mut self, name: &str, path: &str, read_only: bool, source: Value) {
         self.add(name, source);
         self.mounts.push(json!({"name": name, "mountPath": path, "readOnly": read_only}));
@@ -218,6 +238,14 @@ mod tests {
         repository: RepositoryArgs,
     }
 
+    #[derive(Parser)]
+    struct CopyLine {
+        #[command(flatten)]
+        repository: RepositoryArgs,
+        #[command(flatten)]
+        to: CopyTo,
+    }
+
     fn made(flags: &[&str], repository: &str, work: &Work<'_>) -> Value {
         let line = ["x", "--namespace", "shop", "--repository", repository];
         let args = Line::try_parse_from(line.iter().chain(flags)).ok().unwrap().repository;
@@ -226,7 +254,8 @@ mod tests {
     }
 
     fn work<'w>(data: Data<'w>, audience: Option<&'w str>) -> Work<'w> {
-        Work { args: vec!["backup".to_owned()], output: Output::Json, data, audience }
+        let args = vec!["backup".to_owned()];
+        Work { args, output: Output::Json, data, audience, copy_to: None }
     }
 
     #[test]
@@ -263,6 +292,32 @@ mod tests {
         let names: Vec<_> =
             pod["volumes"].as_array().unwrap().iter().map(|one| &one["name"]).collect();
         assert_eq!(names, ["key", "s3", "data"]);
+    }
+
+    #[test]
+    fn a_copy_mounts_both_repositories_and_a_claim_once() {
+        for (repository, to, flags, volumes) in [
+            ("claim:a", "claim:b/p", ["/repository/backups", "/to/p"], "repository to to-key"),
+            ("claim:a", "claim:a/p", ["/repository/backups", "/repository/p"], "repository to-key"),
+            ("s3://a", "claim:b", ["s3://a", "/to/backups"], "to to-key"),
+            ("claim:a", "s3://b", ["/repository/backups", "s3://b"], "repository to-key"),
+        ] {
+            let line = ["x", "--namespace", "shop", "--repository", repository, "--to", to];
+            let line = line.iter().chain(&["--to-key-secret", "key"]);
+            let line = CopyLine::try_parse_from(line).ok().unwrap();
+            let work = Work { copy_to: Some(&line.to), ..work(Data::None, None) };
+            let job = job("mover-1", &line.repository.mover, &line.repository.repository, &work);
+            let job = serde_json::to_value(job.unwrap()).unwrap();
+            let pod = &job["spec"]["template"]["spec"];
+            let args = &pod["containers"][0]["args"];
+            let [from, into] = flags;
+            assert_eq!(args[1], format!("--repository={from}"));
+            assert_eq!(args[2], format!("--to={into}"));
+            assert_eq!(args[3], format!("--to-key-file={TO_KEY}/key"));
+            let names = pod["volumes"].as_array().unwrap().iter();
+            let names: Vec<_> = names.map(|one| one["name"].as_str().unwrap()).collect();
+            assert_eq!(names.join(" "), volumes);
+        }
     }
 
     #[test]

@@ -1,11 +1,15 @@
-//! Backup and restore in Kubernetes. A mover pod does the work: a Job ([`job`]) runs this program with a claim from the
-//! VolumeSnapshot, or the claim to restore to, as a block device, and with the repository. This process only creates
-//! objects, waits and prints the pod's output, so it needs neither the repository nor the driver's sidecar. When it is
-//! killed, the Job completes and expires.
+//! Backup and restore in Kubernetes. A mover pod does the work: a Job ([`job`]) runs this program
+//! with a claim from the VolumeSnapshot, or the claim to restore to, as a block device, and with
+//! the repository. Of a group, each member has a Job, one after another, since the volumes may be
+//! on different nodes. This process only creates objects, waits and prints the pod's output, so it
+//! needs neither the repository nor the driver's sidecar. When it is killed, the Job completes and
+//! expires.
 
 mod claim;
 mod job;
+mod restore;
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -13,18 +17,19 @@ use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use kube::api::{DeleteParams, ListParams, LogParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client};
-use serde::Deserialize;
 use serde_json::json;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::args::{MoverArgs, RepositoryArgs, VolumeMode};
+use super::args::{CopyTo, MoverArgs, RepositoryArgs};
 use super::create::BaseChoice;
+use super::manifest::Group;
 use super::repository::Location;
 use crate::client::cluster::{self, ALLOW_MODE_CHANGE, Failure, Retry, Snapshot, call};
 use crate::client::stop::Stop;
-use crate::client::{Options, Output, progress, timed_out};
+use crate::client::{Options, progress, timed_out};
 use crate::kubernetes::snapshot::VolumeSnapshotContent;
 use job::{Data, Work};
+pub use restore::Target;
 
 const POLL: Duration = Duration::from_secs(1);
 /// Time that a cluster may take to create the pod of a Job.
@@ -46,20 +51,6 @@ pub struct Mover<'m> {
     stop: &'m Stop,
 }
 
-/// The facts of a backup that a restore needs, as `backup show --output json` prints them.
-#[derive(Deserialize)]
-struct Shown {
-    id: String,
-    capacity_bytes: u64,
-}
-
-/// What to restore to.
-pub struct Target<'t> {
-    pub claim: &'t str,
-    pub mode: VolumeMode,
-    pub resume: bool,
-}
-
 impl<'m> Mover<'m> {
     /// # Errors
     /// A flag has no meaning in a pod, or no cluster is configured.
@@ -70,38 +61,69 @@ impl<'m> Mover<'m> {
     ) -> Result<Self> {
         let RepositoryArgs { repository, key_file, s3_credentials, mover } = args;
         let namespace = mover.namespace.as_deref().context("--namespace is missing")?;
-        ensure!(
-            !matches!(repository, Location::Directory(_)),
-            "--repository {repository}: a mover pod cannot reach a directory; name s3://BUCKET/PREFIX or claim:NAME"
-        );
-        for (flag, path, instead) in [
-            ("--key-file", key_file, "--key-secret"),
-            ("--s3-credentials", s3_credentials, "--s3-secret"),
-        ] {
-            ensure!(path.is_none(), "{flag}: a mover pod cannot read this file; set {instead}");
-        }
+        check_reachable("--repository", repository)?;
+        check_unset("--key-file", key_file.as_deref(), "--key-secret")?;
+        check_unset("--s3-credentials", s3_credentials.as_deref(), "--s3-secret")?;
         let client = stop.wait(cluster::connect(mover.kubeconfig.as_deref())).await?;
         Ok(Self { client, namespace, flags: mover, repository, options, stop })
     }
 
-    /// Runs a command that needs the repository alone; returns what the pod printed.
-    pub async fn manage(&self, args: Vec<String>) -> Result<String> {
+    /// Runs a command that needs only repositories; returns what the pod printed.
+    pub async fn manage(&self, args: Vec<String>, copy_to: Option<&CopyTo>) -> Result<String> {
+        if let Some(CopyTo { to, to_key_file, .. }) = copy_to {
+            check_reachable("--to", to)?;
+            check_unset("--to-key-file", to_key_file.as_deref(), "--to-key-secret")?;
+        }
         let output = self.options.print.output;
-        self.run(Work { args, output, data: Data::None, audience: None }).await
+        self.run(Work { args, output, data: Data::None, audience: None, copy_to }).await
     }
 
     /// Backs up a VolumeSnapshot; returns what the pod printed.
     pub async fn back_up(&self, snapshot: &str, base: &BaseChoice) -> Result<String> {
         let found = cluster::snapshot(&self.client, self.namespace, snapshot);
         let found = self.stop.wait(found).await?;
+        self.back_up_member(&found, None, base).await
+    }
+
+    /// Backs up the members of a VolumeGroupSnapshot; returns the set, as a pod printed it.
+    pub async fn back_up_group(&self, group: &str, base: &BaseChoice) -> Result<String> {
+        let found = cluster::group(&self.client, self.namespace, group);
+        let found = self.stop.wait(found).await?;
+        let members = u32::try_from(found.members.len())?;
+        let [group_snapshot_id, group_snapshot] = [found.handle, found.name];
+        let set = Group { group_snapshot_id, group_snapshot, members };
+        for (number, member) in found.members.iter().enumerate() {
+            progress::note(&format!("backing up {}, {} of {members}", member.what, number + 1));
+            let created = self.back_up_member(member, Some(&set), base).await;
+            created.with_context(|| {
+                format!(
+                    "{number} of {members} members of {group} are backed up, repeat the command \
+                     to continue"
+                )
+            })?;
+        }
+        let args = ["backup", "show", set.group_snapshot_id.as_str(), "--group"].map(str::to_owned);
+        self.manage(args.to_vec(), None).await
+    }
+
+    /// Backs up a VolumeSnapshot, perhaps as a member of a set.
+    async fn back_up_member(
+        &self,
+        found: &Snapshot,
+        set: Option<&Group>,
+        base: &BaseChoice,
+    ) -> Result<String> {
         let audience = cluster::audience(&self.client, self.namespace, &found.driver);
         let audience = self.stop.wait(audience).await?;
-        let class = self.stop.wait(self.class_of(&found)).await?;
+        let class = self.stop.wait(self.class_of(found)).await?;
         if found.is_bound_to_filesystem {
-            self.stop.wait(self.allow_block_mode(&found)).await?;
+            self.stop.wait(self.allow_block_mode(found)).await?;
         }
-        let mut args = ["backup", "create", snapshot].map(str::to_owned).to_vec();
+        let mut args = ["backup", "create", found.name.as_str()].map(str::to_owned).to_vec();
         args.extend(job::listing_args(self.namespace));
+        if let Some(set) = set {
+            args.push(format!("--set={}", serde_json::to_string(set)?));
+        }
         args.extend(match base {
             BaseChoice::None => None,
             BaseChoice::Auto => Some("--base=auto".to_owned()),
@@ -109,57 +131,8 @@ impl<'m> Mover<'m> {
         });
         let data =
             Data::Snapshot { name: &found.name, bytes: found.bytes, class: class.as_deref() };
-        self.run(Work { args, output: self.options.print.output, data, audience: Some(&audience) })
-            .await
-    }
-
-    /// Restores a backup to a claim; returns what the pod printed.
-    pub async fn restore(&self, backup: &str, target: &Target<'_>) -> Result<String> {
-        let Target { claim, mode, resume } = *target;
-        let existing = self.stop.wait(self.claim(claim)).await?;
-        if let Some(existing) = &existing {
-            claim::check(claim, existing, mode)?;
-        }
-        let args = ["backup", "show", backup].map(str::to_owned).to_vec();
-        let show = Work { args, output: Output::Json, data: Data::None, audience: None };
-        let shown = self.run(show).await?;
-        let Shown { id, capacity_bytes } =
-            serde_json::from_str(&shown).context("the mover pod printed no backup")?;
-        let name = match mode {
-            VolumeMode::Block => claim.to_owned(),
-            VolumeMode::Filesystem => new_name()?,
-        };
-        let is_new = existing.is_none();
-        if is_new {
-            self.create_claim(&name, capacity_bytes).await?;
-        }
-        let restored = match self.restore_to(&id, &name, resume && !is_new).await {
-            Err(error) if is_new => {
-                return match self.delete_claim(&name).await {
-                    Ok(()) => Err(error),
-                    Err(left) => Err(error.context(format!("claim {name} remains: {left:#}"))),
-                };
-            }
-            restored => restored?,
-        };
-        if mode == VolumeMode::Filesystem {
-            let rebound = self.stop.whole(claim::rebind(self, &name, claim)).await;
-            rebound.with_context(|| {
-                format!(
-                    "restored to claim {name} in block mode, which claim {claim} did not replace"
-                )
-            })?;
-        }
-        Ok(restored)
-    }
-
-    async fn restore_to(&self, id: &str, claim: &str, resume: bool) -> Result<String> {
-        let mut args = vec!["restore".to_owned(), id.to_owned(), format!("--to={}", job::DEVICE)];
-        if resume {
-            args.push("--resume".to_owned());
-        }
-        let data = Data::Claim(claim);
-        self.run(Work { args, output: self.options.print.output, data, audience: None }).await
+        let (output, audience) = (self.options.print.output, Some(audience.as_str()));
+        self.run(Work { args, output, data, audience, copy_to: None }).await
     }
 
     /// Runs one command in a pod, and removes the Job in any case.
@@ -337,21 +310,19 @@ impl<'m> Mover<'m> {
         let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
         call(&what, self.claims().get_opt(name)).await.map_err(|failure| failure.error)
     }
+}
 
-    async fn create_claim(&self, name: &str, bytes: u64) -> Result<()> {
-        let claim = claim::empty(name, bytes, self.flags.storage_class.as_deref())?;
-        let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
-        let created = call(&what, self.claims().create(&PostParams::default(), &claim)).await;
-        created.map(drop).map_err(|failure| failure.error)
-    }
+fn check_reachable(flag: &str, repository: &Location) -> Result<()> {
+    ensure!(
+        !matches!(repository, Location::Directory(_)),
+        "{flag} {repository}: a mover pod cannot reach a directory; name s3://BUCKET/PREFIX or claim:NAME"
+    );
+    Ok(())
+}
 
-    async fn delete_claim(&self, name: &str) -> Result<()> {
-        let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
-        match call(&what, self.claims().delete(name, &DeleteParams::default())).await {
-            Ok(_) => Ok(()),
-            Err(failure) => Err(failure.error),
-        }
-    }
+fn check_unset(flag: &str, path: Option<&Path>, instead: &str) -> Result<()> {
+    ensure!(path.is_none(), "{flag}: a mover pod cannot read this file; set {instead}");
+    Ok(())
 }
 
 /// A name that is known before the call can be deleted even if the response is lost.

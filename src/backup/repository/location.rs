@@ -75,6 +75,10 @@ impl fmt::Display for Location {
 }
 
 impl Location {
+    pub fn is_bucket(&self) -> bool {
+        matches!(self, Self::S3 { .. })
+    }
+
     fn claim(text: &str) -> Result<Self, String> {
         let (claim, path) = text.split_once('/').unwrap_or((text, ""));
         let path = match path.trim_matches('/') {

@@ -71,6 +71,10 @@ impl Finder {
         &self.namespace
     }
 
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
     /// The CSI driver that holds a snapshot.
     pub async fn driver(&self, snapshot: &str) -> Result<String, Failure> {
         let what = self.what(snapshot);
@@ -146,7 +150,7 @@ impl Finder {
         })
     }
 
-    fn snapshots(&self) -> Api<VolumeSnapshot> {
+    pub fn snapshots(&self) -> Api<VolumeSnapshot> {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 

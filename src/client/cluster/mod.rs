@@ -11,6 +11,7 @@
 mod aggregated;
 mod failure;
 mod find;
+mod group;
 mod metadata;
 mod request;
 mod resume;
@@ -45,6 +46,7 @@ use aggregated::{Aggregated, Paging};
 pub use failure::{Failure, Retry};
 use find::Finder;
 pub use find::{ALLOW_MODE_CHANGE, Snapshot, call};
+use group::GroupSnapshot;
 use metadata::Metadata;
 use request::{Requests, Which};
 use resume::Resuming;
@@ -218,6 +220,15 @@ pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client> {
 pub async fn snapshot(client: &Client, namespace: &str, name: &str) -> Result<Snapshot> {
     let finder = Finder::new(client.clone(), namespace, None);
     finder.snapshot(name).await.map_err(|failure| failure.error)
+}
+
+/// A VolumeGroupSnapshot that is ready to use.
+///
+/// # Errors
+/// It does not exist, is not ready, or it or a member cannot be read.
+pub async fn group(client: &Client, namespace: &str, name: &str) -> Result<GroupSnapshot> {
+    let finder = Finder::new(client.clone(), namespace, None);
+    finder.group(name).await.map_err(|failure| failure.error)
 }
 
 /// The audience of tokens for a driver's sidecar.

@@ -5,6 +5,7 @@ mod answers;
 mod backup;
 mod bases;
 mod commands;
+mod movers;
 mod provoked;
 mod refusals;
 mod relay;

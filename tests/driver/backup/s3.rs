@@ -107,6 +107,13 @@ fn credentials_come_from_files_and_are_in_no_output() {
         rig.snapshot("a", 5);
         rig.create("a", &[]);
         rig.restores("a");
+        // Of a copy, they are for the bucket.
+        let copy = driver.scratch().join("copy");
+        rig.json(&["backup", "copy", "--to", path(&copy)]);
+        rig.repository[1] = path(&copy).to_owned();
+        rig.json(&["backup", "copy", "--to", "s3://bucket/again"]);
+        rig.repository[1] = "s3://bucket/again".to_owned();
+        rig.restores("a");
         // A bucket that does not exist, and a server that is gone: errors that name neither.
         rig.repository[1] = "s3://no-such-bucket".to_owned();
         let missing = rig.run(&["backup", "create", "a"]);

@@ -3,9 +3,9 @@
 //! connection that can be interrupted (`proxy`) or balanced (`balancer`), certificates (`tls`),
 //! drivers (`rig`, `fake_driver`, `recorder`), the node proxy with a simulated kubelet
 //! (`node_proxy`), the sidecar and its clients (`sidecar`, `sidecar_rig`, `cbt_http`), the session
-//! manager (`manager`), the admission webhooks (`admission`), the aggregated API server
-//! (`aggregated`), a node with pods (`kubelet`), also with deferred volumes (`runtime`), snapshot
-//! sessions (`session`), and the cluster that all tests of a binary share (`shared`).
+//! manager (`manager`), mover pods (`movers`), the admission webhooks (`admission`), the aggregated
+//! API server (`aggregated`), a node with pods (`kubelet`), also with deferred volumes (`runtime`),
+//! snapshot sessions (`session`), and the cluster that all tests of a binary share (`shared`).
 
 pub mod access;
 pub mod admission;
@@ -16,6 +16,7 @@ pub mod everything;
 pub mod fake_driver;
 pub mod kubelet;
 pub mod manager;
+pub mod movers;
 pub mod node_proxy;
 pub mod programs;
 pub mod proxy;

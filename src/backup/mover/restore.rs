@@ -1,0 +1,183 @@
+//! Restores to claims: of one backup, or of the members of a set.
+
+use anyhow::{Context, Result, anyhow};
+use kube::api::{DeleteParams, PostParams};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::super::Done;
+use super::super::args::VolumeMode;
+use super::job::{self, Data, Work};
+use super::{Mover, claim, new_name};
+use crate::client::Output;
+use crate::client::cluster::call;
+use crate::kubernetes::name;
+
+/// What to restore to.
+#[derive(Clone, Copy)]
+pub struct Target<'t> {
+    /// Name of the claim; of a set, its beginning.
+    pub claim: &'t str,
+    pub mode: VolumeMode,
+    pub resume: bool,
+    pub is_group: bool,
+}
+
+/// The facts of a backup that a restore needs, as `backup show --output json` prints them.
+#[derive(Deserialize)]
+struct Shown {
+    id: String,
+    volume: String,
+    capacity_bytes: u64,
+}
+
+/// A backup, and the claim to restore it to.
+struct Member {
+    backup: Shown,
+    claim: String,
+    is_new: bool,
+}
+
+impl Mover<'_> {
+    /// Restores a backup to a claim, or the backups of a set to a claim each. Removes the claims
+    /// that it made if one of them fails.
+    pub async fn restore(&self, backup: &str, target: &Target<'_>) -> Result<Vec<Done>> {
+        if !target.is_group {
+            // Before a pod starts.
+            self.stop.wait(self.is_new(target.claim, target.mode)).await?;
+        }
+        let members = self.members(backup, target).await?;
+        let mut done = Vec::with_capacity(members.len());
+        for (number, member) in members.iter().enumerate() {
+            match self.restore_member(member, target).await {
+                Ok(restored) => done.push(restored),
+                Err(mut error) => {
+                    for earlier in members.iter().take(number).filter(|earlier| earlier.is_new) {
+                        if let Err(left) = self.delete_claim(&earlier.claim).await {
+                            let claim = &earlier.claim;
+                            error = error.context(format!("claim {claim} remains: {left:#}"));
+                        }
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(done)
+    }
+
+    /// What to restore where.
+    async fn members(&self, backup: &str, target: &Target<'_>) -> Result<Vec<Member>> {
+        let mut args = ["backup", "show", backup].map(str::to_owned).to_vec();
+        args.extend(target.is_group.then(|| "--group".to_owned()));
+        let shown = self.result(args, Data::None).await?;
+        let backups = match target.is_group {
+            true => parse(&shown)?,
+            false => vec![parse::<Shown>(&shown)?],
+        };
+        let mut members = Vec::with_capacity(backups.len());
+        for backup in backups {
+            let claim = match target.is_group {
+                true => claim_of(target.claim, &backup)?,
+                false => target.claim.to_owned(),
+            };
+            let is_new = self.stop.wait(self.is_new(&claim, target.mode)).await?;
+            members.push(Member { backup, claim, is_new });
+        }
+        Ok(members)
+    }
+
+    /// Whether the claim must be made.
+    ///
+    /// # Errors
+    /// It exists and cannot be restored to.
+    async fn is_new(&self, name: &str, mode: VolumeMode) -> Result<bool> {
+        let existing = self.claim(name).await?;
+        existing.as_ref().map_or(Ok(()), |existing| claim::check(name, existing, mode))?;
+        Ok(existing.is_none())
+    }
+
+    async fn restore_member(&self, member: &Member, target: &Target<'_>) -> Result<Done> {
+        let Member { backup, claim, is_new } = member;
+        let name = match target.mode {
+            VolumeMode::Block => claim.clone(),
+            VolumeMode::Filesystem => new_name()?,
+        };
+        if *is_new {
+            self.create_claim(&name, backup.capacity_bytes).await?;
+        }
+        let restored = match self.restore_to(&backup.id, &name, target.resume && !is_new).await {
+            Err(error) if *is_new => {
+                return match self.delete_claim(&name).await {
+                    Ok(()) => Err(error),
+                    Err(left) => Err(error.context(format!("claim {name} remains: {left:#}"))),
+                };
+            }
+            restored => restored?,
+        };
+        if target.mode == VolumeMode::Filesystem {
+            let rebound = self.stop.whole(claim::rebind(self, &name, claim)).await;
+            rebound.with_context(|| {
+                format!(
+                    "restored to claim {name} in block mode, which claim {claim} did not replace"
+                )
+            })?;
+        }
+        Ok(Done { to: format!("claim {claim}"), ..restored })
+    }
+
+    async fn restore_to(&self, id: &str, claim: &str, resume: bool) -> Result<Done> {
+        let mut args = vec!["restore".to_owned(), id.to_owned(), format!("--to={}", job::DEVICE)];
+        args.extend(resume.then(|| "--resume".to_owned()));
+        parse(&self.result(args, Data::Claim(claim)).await?)
+    }
+
+    /// What a command in a pod prints as JSON.
+    async fn result(&self, args: Vec<String>, data: Data<'_>) -> Result<String> {
+        self.run(Work { args, output: Output::Json, data, audience: None, copy_to: None }).await
+    }
+
+    async fn create_claim(&self, name: &str, bytes: u64) -> Result<()> {
+        let claim = claim::empty(name, bytes, self.flags.storage_class.as_deref())?;
+        let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
+        let created = call(&what, self.claims().create(&PostParams::default(), &claim)).await;
+        created.map(drop).map_err(|failure| failure.error)
+    }
+
+    pub(super) async fn delete_claim(&self, name: &str) -> Result<()> {
+        let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
+        match call(&what, self.claims().delete(name, &DeleteParams::default())).await {
+            Ok(_) => Ok(()),
+            Err(failure) => Err(failure.error),
+        }
+    }
+}
+
+fn parse<T: DeserializeOwned>(shown: &str) -> Result<T> {
+    serde_json::from_str(shown).context("the mover pod did not print a result")
+}
+
+/// The claim of a member of a set.
+fn claim_of(prefix: &str, backup: &Shown) -> Result<String> {
+    name::object(&format!("{prefix}-{}", backup.volume)).map_err(|error| {
+        anyhow!("the claim {prefix}-{} {error}; restore backup {} alone", backup.volume, backup.id)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_claim_of_a_member_is_named_after_its_volume() {
+        let shown = |volume: &str| Shown {
+            id: "1".to_owned(),
+            volume: volume.to_owned(),
+            capacity_bytes: 1,
+        };
+        assert_eq!(claim_of("restored", &shown("orders")).unwrap(), "restored-orders");
+        for wrong in ["", "a/b", "A"] {
+            let error = claim_of("restored", &shown(wrong)).unwrap_err().to_string();
+            assert!(error.contains("restore backup 1 alone"), "{error}");
+        }
+    }
+}

@@ -98,12 +98,14 @@ impl<'d> Rig<'d> {
         self.command(arguments).output().unwrap()
     }
 
-    /// What a command prints as JSON, which must succeed.
+    /// What a command prints as JSON, which must succeed, with documented fields only.
     fn json(&self, arguments: &[&str]) -> Value {
         let output = self.run(&[arguments, &["--output", "json"]].concat());
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{arguments:?}: {error}");
-        serde_json::from_slice(&output.stdout).unwrap()
+        let value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_documented(&value);
+        value
     }
 
     /// The error of a command, which must fail.
@@ -153,6 +155,17 @@ impl<'d> Rig<'d> {
         let mut command = self.command(arguments);
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     }
+}
+
+/// Whether the reference names each field of a result.
+#[track_caller]
+fn assert_documented(value: &Value) {
+    let page = include_str!("../../../docs/reference/backup.md");
+    for field in value.as_object().into_iter().flat_map(|object| object.keys()) {
+        let is_named = page.contains(&format!("`{field}`"));
+        assert!(is_named, "docs/reference/backup.md does not name the field {field}");
+    }
+    value.as_array().into_iter().flatten().for_each(assert_documented);
 }
 
 fn text(value: &Value) -> &str {

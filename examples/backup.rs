@@ -1,10 +1,11 @@
-//! A full and an incremental backup of a volume to an image file, with the library and without a repository:
+//! A full and an incremental backup of a volume to an image file, with the library and without a
+//! repository:
 //!
 //!     cargo run --example backup -- SOCKET DEVICE IMAGE SNAPSHOT [BASE]
 //!
-//! SOCKET is the driver's, DEVICE a volume that was made from SNAPSHOT and published as a raw block device. Without BASE
-//! the image gets all data of the snapshot; with BASE, the id of the snapshot that the image holds, what changed since.
-//! Run again after an interruption, it continues.
+//! SOCKET is the driver's, DEVICE a volume that was made from SNAPSHOT and published as a raw block
+//! device. Without BASE the image gets all data of the snapshot; with BASE, the id of the snapshot
+//! that the image holds, what changed since. Run again after an interruption, it continues.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -54,7 +55,8 @@ async fn backup(socket: &str, device: &Path, image: &Path, query: Query) -> Resu
     let begin = journal.read()?;
     let source = File::open(device).with_context(|| format!("open {}", device.display()))?;
 
-    // The listing survives interruptions of the stream; after one of this process it starts at `begin`.
+    // The listing survives interruptions of the stream; after one of this process it starts at
+    // `begin`.
     let mut listing = Listing::connect(&endpoint, query, begin).await?;
     let mut target = None;
     let (mut copied, mut noted) = (0, begin);

@@ -256,8 +256,7 @@ pub struct RestoreArgs {
     /// Name of a new volume to restore to
     #[arg(long, value_name = "NAME", conflicts_with_all = ["group", "to_claim", "namespace"])]
     pub to_volume: Option<String>,
-    /// PersistentVolumeClaim to restore to: a new one, or an unused one in block mode; with --group,
-    /// NAME-VOLUME for each volume
+    /// New PersistentVolumeClaim, or unused one in block mode; with --group, NAME-VOLUME for each
     #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
     pub to_claim: Option<String>,
     /// Volume mode of the new claim

@@ -1,4 +1,5 @@
-//! The bytes of a chunk between a volume and a pack: zeros left out, hashed, compressed, sealed; and back.
+//! The bytes of a chunk between a volume and a pack: zeros left out, hashed, compressed, sealed;
+//! and back.
 
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -76,8 +77,8 @@ impl Coder {
     }
 }
 
-/// Reads extents of a device and makes their chunk. Blocks of zeros are left out; `keep_zeros`: the chunk names them, as it
-/// must where an earlier backup may hold data there.
+/// Reads extents of a device and makes their chunk. Blocks of zeros are left out; `keep_zeros`: the
+/// chunk names them, as it must where an earlier backup may hold data there.
 ///
 /// # Errors
 /// The device cannot be read, or ends before an extent does.
@@ -189,7 +190,8 @@ mod tests {
         for at in 0..coded.stored.len() {
             let mut changed = coded.stored.clone();
             changed[at] ^= 0x40;
-            // A changed header may still decompress to the same bytes; the hash of the pack finds that.
+            // A changed header may still decompress to the same bytes; the hash of the pack finds
+            // that.
             if let Ok(bytes) = coder().decode(&coded.chunk, changed) {
                 assert_eq!(bytes, [1; 4096]);
             }

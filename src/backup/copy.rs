@@ -1,5 +1,5 @@
-//! `backup copy`: backups and their chains, chunk by chunk, to another repository, which may have another key. An
-//! interrupted copy continues.
+//! `backup copy`: backups and their chains, chunk by chunk, to another repository, which may have
+//! another key. An interrupted copy continues.
 
 use anyhow::{Context, Result, ensure};
 

@@ -1,5 +1,5 @@
-//! Copies the blocks of a snapshot from a device to a repository: chunks are read and compressed several at a time, and
-//! written in the order of the volume.
+//! Copies the blocks of a snapshot from a device to a repository. Several chunks are read and
+//! compressed at a time, and written in the order of the volume.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -26,13 +26,13 @@ pub struct Copying<'c> {
     pub stop: &'c Stop,
     pub lock: &'c Lock,
     pub intent: &'c Intent,
-    /// An interrupted backup is continued.
+    /// Whether an interrupted backup is continued.
     pub resumed: bool,
     pub writer: &'c mut Writer,
 }
 
 impl Copying<'_> {
-    /// Records the backup, once its listing was not refused: a refused one leaves nothing.
+    /// Records the backup. Only after its listing was accepted: a refused one must leave no record.
     pub async fn record(&self) -> Result<()> {
         match self.resumed {
             true => Ok(()),
@@ -40,7 +40,7 @@ impl Copying<'_> {
         }
     }
 
-    /// Copies the `first` blocks and all that follow.
+    /// Copies the `first` blocks and all further ones.
     pub async fn copy<S: Source>(
         &mut self,
         first: Option<Vec<Extent>>,
@@ -56,12 +56,12 @@ impl Copying<'_> {
             jobs: VecDeque::new(),
         };
         let copied = self.pump(first, blocks, &mut queue).await;
-        // The device must be closed before the volume can be removed.
+        // The volume cannot be removed while the device is open.
         queue.settle().await;
         copied
     }
 
-    /// Reads the extents in chunks, several at a time, and writes them in their order.
+    /// Reads the extents in chunks, several at a time, and writes them in order.
     async fn pump<S: Source>(
         &mut self,
         mut next: Option<Vec<Extent>>,
@@ -94,7 +94,7 @@ impl Copying<'_> {
     }
 }
 
-/// Extents on their way to a chunk.
+/// The extents of the next chunk.
 #[derive(Default)]
 struct Plan {
     extents: Vec<Extent>,
@@ -102,7 +102,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// Takes as much of `rest` as fits; returns the extents of a chunk when it is full.
+    /// Takes as much of `rest` as fits. Returns the extents when the chunk is full.
     fn take(&mut self, rest: &mut Extent) -> Option<Vec<Extent>> {
         let length = rest.length.min(CHUNK_BYTES - self.bytes);
         match self.extents.last_mut() {
@@ -121,7 +121,7 @@ impl Plan {
     }
 }
 
-/// Chunks that are being read and compressed, in the order of the volume.
+/// Chunks in work, in the order of the volume.
 struct Queue {
     device: Arc<File>,
     keep_zeros: bool,
@@ -158,16 +158,16 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits until nothing reads the device any more.
+    /// Waits until no task reads the device.
     async fn settle(&mut self) {
         for (job, _) in self.jobs.drain(..) {
-            // Its chunk is not wanted any more, and an error was reported before.
+            // After an error, which was reported, its chunk is not needed.
             drop(job.await);
         }
     }
 }
 
-/// Chunks that are worked on at the same time.
+/// Maximum number of chunks in work.
 pub fn parallel() -> usize {
     std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8)
 }

@@ -1,4 +1,5 @@
-//! JSON documents of a repository. Each carries the SHA-256 of its own text, so that any changed byte is found:
+//! JSON documents of a repository. Each carries the SHA-256 of its own text, so that any changed
+//! byte is found:
 //! `{"hash":"<hex>","<kind>":<text>}` and a newline, without other white space.
 
 use std::fmt;

@@ -1,5 +1,5 @@
-//! The blocks of a snapshot, as a driver lists them over its socket (CSI GetMetadataAllocated and GetMetadataDelta). A
-//! listing outlives its interruptions: it continues at the end of the last extent.
+//! The blocks of a snapshot, as a driver lists them over its socket (CSI GetMetadataAllocated and
+//! GetMetadataDelta). An interrupted listing continues at the end of the last extent.
 
 use std::time::Duration;
 
@@ -13,30 +13,31 @@ use crate::client::block_map::{BlockMap, Driver, Part, Progress, Source, Window}
 use crate::client::connection::{Connection, refused};
 use crate::grpc::SocketPath;
 
-/// Attempts without progress.
+/// Maximum number of attempts without progress.
 const ATTEMPTS: u32 = 6;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// A listing takes as long as its reader.
+/// Time limit of a listing, which takes as long as its reader.
 const LIFETIME: Duration = Duration::from_secs(365 * 86_400);
 
-/// A listing under way.
+/// A listing of blocks.
 pub struct Listing(Blocks<Resuming>);
 
 impl Listing {
-    /// Connects to a driver's socket and starts a listing of what lies at and after byte `from`.
+    /// Connects to a driver's socket and starts a listing of the blocks from byte `from` on.
     ///
     /// # Errors
-    /// No driver accepts the connection, or it refuses; [`BaseUnusable`] if it has no changes since the base.
+    /// No driver accepts the connection, or it refuses; [`BaseUnusable`] if it does not know the
+    /// changes since the base.
     pub async fn connect(endpoint: &SocketPath, query: Query, from: u64) -> Result<Self> {
         let connection = Connection::open(endpoint, Instant::now() + LIFETIME).await?;
         Self::open(&connection, query, from).await
     }
 
-    /// Starts a listing of what lies at and after byte `from`.
+    /// Starts a listing of the blocks from byte `from` on.
     ///
     /// # Errors
-    /// The driver refuses; [`BaseUnusable`] if it has no changes since the base.
+    /// The driver refuses; [`BaseUnusable`] if it does not know the changes since the base.
     pub(crate) async fn open(connection: &Connection, query: Query, from: u64) -> Result<Self> {
         let mut source = Resuming {
             connection: connection.until(Instant::now() + LIFETIME),
@@ -46,20 +47,20 @@ impl Listing {
             attempts: 0,
             failed_at: 0,
         };
-        // Here and not with the first message: what the driver refuses must be known before volumes are made.
+        // Before the first message is read: a refusal must be known before volumes are created.
         source.connect(Progress::default()).await?;
         Ok(Self(Blocks::new(BlockMap::new(source), from)))
     }
 
-    /// Extents, ascending and not overlapping; `None` when the driver has listed all.
+    /// Extents, ascending and not overlapping; `None` at the end.
     ///
     /// # Errors
-    /// The driver refuses, or breaks off too often.
+    /// The driver refuses, or the stream breaks too often.
     pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
         self.0.next().await
     }
 
-    /// Bytes of the volume, once the first message has come.
+    /// Bytes of the volume, after the first message.
     pub fn capacity(&self) -> Option<u64> {
         self.0.capacity()
     }
@@ -70,7 +71,7 @@ impl Listing {
     }
 }
 
-/// The blocks of a listing that lie at and after a byte of the volume.
+/// The blocks of a listing from a byte of the volume on.
 pub(super) struct Blocks<S> {
     map: BlockMap<S>,
     from: u64,
@@ -84,7 +85,7 @@ impl<S: Source> Blocks<S> {
     /// Extents, ascending and not overlapping; `None` at the end.
     pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
         let Some(mut extents) = self.map.next().await? else { return Ok(None) };
-        // A driver may begin with the extent that holds the first byte.
+        // A driver may begin with the extent that contains this byte.
         extents.retain(|extent| extent.end() > self.from);
         if let Some(first) = extents.first_mut().filter(|first| first.offset < self.from) {
             let end = first.end();
@@ -98,7 +99,7 @@ impl<S: Source> Blocks<S> {
     }
 }
 
-/// The listing as it comes from the driver.
+/// A listing that is requested again after an interruption.
 struct Resuming {
     connection: Connection,
     query: Query,
@@ -122,10 +123,10 @@ impl Resuming {
         Ok(())
     }
 
-    /// Waits until another attempt is due.
+    /// Waits before another attempt.
     ///
     /// # Errors
-    /// There will be none.
+    /// The error is final, or there were too many attempts.
     async fn wait(&mut self, status: Status, progress: Progress) -> Result<()> {
         let code = status.code();
         let error = refused(status);
@@ -155,7 +156,7 @@ impl Source for Resuming {
                 Ok(message) => return Ok(message.map(Part::Message)),
                 Err(status) => {
                     self.answer = None;
-                    // Nothing follows the last byte of the volume, nor can it be requested.
+                    // No block follows the last byte of the volume, and a request there is refused.
                     let shape = progress.shape.filter(|_| may_pass(status.code()));
                     if shape.is_some_and(|shape| shape.capacity_bytes == Some(progress.end)) {
                         return Ok(None);
@@ -169,7 +170,7 @@ impl Source for Resuming {
     }
 }
 
-/// After these codes another attempt may succeed.
+/// Whether another attempt may succeed after this code.
 const fn may_pass(code: Code) -> bool {
     matches!(
         code,

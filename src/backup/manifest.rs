@@ -1,7 +1,9 @@
-//! What a repository says of a backup: the [`Manifest`], whose existence makes the backup visible; the [`Page`]s that
-//! list its chunks, one for each pack; and the [`Intent`] of a backup that is being written.
+//! What a repository says of a backup: the [`Manifest`], whose existence makes the backup visible;
+//! the [`Page`]s that list its chunks, one for each pack; and the [`Intent`] of a backup that is
+//! being written.
 //!
-//! A manifest has the same size for every volume: it holds the number of pages and one hash of their hashes.
+//! A manifest has the same size for every volume: it holds the number of pages and one hash of
+//! their hashes.
 
 use std::collections::HashSet;
 use std::time::SystemTime;
@@ -111,11 +113,13 @@ pub struct Base {
     pub backup: BackupId,
     /// Its snapshot, by CSI handle.
     pub snapshot_id: String,
-    /// When the handle ceases to be a base; a snapshot that exists has no such time, and other drivers report none.
+    /// When the handle ceases to be a base; a snapshot that exists has no such time, and other
+    /// drivers report none.
     pub expires: Option<String>,
 }
 
-/// Backups of the snapshots of one group snapshot. The set is whole when it has as many backups as members.
+/// Backups of the snapshots of one group snapshot. The set is whole when it has as many backups as
+/// members.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
@@ -173,7 +177,8 @@ pub struct Page {
     pub chunks: Vec<Chunk>,
 }
 
-/// Up to 1 MiB of a volume: the bytes of some extents, one after the other, as one compressed piece of a pack.
+/// Up to 1 MiB of a volume: the bytes of some extents, one after the other, as one compressed piece
+/// of a pack.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Chunk {
@@ -272,7 +277,8 @@ fn pieces(chunk: &Chunk) -> Vec<Extent> {
     pieces
 }
 
-/// The order from base to target: whether `backups`, newest first, are the chain of the first of them.
+/// The order from base to target: whether `backups`, newest first, are the chain of the first of
+/// them.
 ///
 /// # Errors
 /// One is of another volume, or does not count from the next one.

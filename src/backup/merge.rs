@@ -1,5 +1,6 @@
-//! A chain of backups as one: for each byte of the volume, the newest backup that has it. Pages are read in the order
-//! of the volume, one at a time of each backup, so that memory does not grow with the volume.
+//! A chain of backups as one: for each byte of the volume, the newest backup that has it. Pages are
+//! read in the order of the volume, one at a time of each backup, so that memory does not grow with
+//! the volume.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -110,7 +111,8 @@ impl Layer {
         Self { pages, number, pieces: VecDeque::new() }
     }
 
-    /// Drops what ends at or before byte `at`, and reads on until something is left or the backup ends.
+    /// Drops what ends at or before byte `at`, and reads on until something is left or the backup
+    /// ends.
     async fn advance(&mut self, at: u64) -> Result<()> {
         loop {
             while self.pieces.front().is_some_and(|piece| piece.extent.end() <= at) {

@@ -1,10 +1,13 @@
-//! Backups of snapshots: `backup` and `restore`. A backup is the data of a snapshot (full), or what changed since the
-//! snapshot of an earlier backup (incremental), in a repository that needs neither driver nor cluster to be read.
+//! Backups of snapshots: `backup` and `restore`. A backup is the data of a snapshot (full), or what
+//! changed since the snapshot of an earlier backup (incremental), in a repository that needs
+//! neither driver nor cluster to be read.
 //!
-//! Promises: a backup is visible only when it is whole; a restore yields the bytes of the snapshot, each verified; memory
-//! does not grow with the volume; a process that is killed at any point leaves a repository that verifies.
+//! Promises: a backup is visible only when it is whole; a restore yields the bytes of the snapshot,
+//! each verified; memory does not grow with the volume; a process that is killed at any point
+//! leaves a repository that verifies.
 //!
-//! For other programs: [`listing`] lists the blocks of a snapshot and outlives interruptions, [`target`] takes extents.
+//! For other programs: [`listing`] lists the blocks of a snapshot and outlives interruptions,
+//! [`target`] takes extents.
 //! `examples/backup.rs` shows both.
 
 mod args;

@@ -1,6 +1,6 @@
-//! Where a backup comes from. A driver's socket: the driver lists the blocks, and a temporary volume has the data.
-//! Kubernetes: the driver's sidecar lists the blocks, and the data is on a device, that of a PersistentVolumeClaim from
-//! the VolumeSnapshot.
+//! Where a backup comes from. A driver's socket: the driver lists the blocks, and a temporary
+//! volume has the data. Kubernetes: the driver's sidecar lists the blocks, and the data is on a
+//! device, that of a PersistentVolumeClaim from the VolumeSnapshot.
 
 use std::path::Path;
 use std::time::Duration;

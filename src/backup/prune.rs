@@ -1,5 +1,5 @@
-//! `backup prune`: which backups stay, and the removal of the others. A backup stays if a rule keeps it, or if one that
-//! stays needs it: its chain, and the other members of its set.
+//! `backup prune`: which backups stay, and the removal of the others. A backup stays if a rule
+//! keeps it, or if one that stays needs it: its chain, and the other members of its set.
 
 use std::collections::HashSet;
 use std::time::{Duration, SystemTime};
@@ -105,7 +105,8 @@ fn with_needed(inventory: &Inventory, mut kept: HashSet<BackupId>) -> HashSet<Ba
     }
 }
 
-/// Removes what the plan names. Newest first, so that an interruption leaves no backup without its base.
+/// Removes what the plan names. Newest first, so that an interruption leaves no backup without its
+/// base.
 pub async fn remove(repository: &Repository, plan: &Plan, stop: &Stop, lock: &Lock) -> Result<()> {
     for id in plan.remove.iter().chain(&plan.unfinished) {
         stop.check()?;

@@ -1,5 +1,5 @@
-//! `restore`: a backup and its chain, written to a device or a file. Each byte is written once, from the newest backup
-//! that has it, after its chunk was verified.
+//! `restore`: a backup and its chain, written to a device or a file. Each byte is written once,
+//! from the newest backup that has it, after its chunk was verified.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -26,7 +26,8 @@ pub struct Target {
 }
 
 impl Target {
-    /// Opens a device, an existing file, or makes a file. A file that is missing or empty gets `capacity` bytes.
+    /// Opens a device, an existing file, or makes a file. A file that is missing or empty gets
+    /// `capacity` bytes.
     ///
     /// # Errors
     /// It is smaller than `capacity`, or in use.

@@ -1,5 +1,5 @@
-//! Chains of backups of random volumes, without a driver: what is written is restored, interrupted writers continue, and
-//! copies are equal.
+//! Chains of backups of random volumes, without a driver: what is written is restored, interrupted
+//! writers continue, and copies are equal.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -64,7 +64,8 @@ fn intent(number: usize, capacity_bytes: u64, base: Option<&Manifest>) -> Intent
     Intent { version: VERSION, id: samples::id(number), begun: String::new(), subject }
 }
 
-/// Writes the extents of `bytes`, a few blocks in a chunk; stops after `chunks` of them as a killed process does.
+/// Writes the extents of `bytes`, a few blocks in a chunk; stops after `chunks` of them as a killed
+/// process does.
 async fn write(
     repository: &Repository,
     intent: &Intent,

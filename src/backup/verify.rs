@@ -48,7 +48,8 @@ pub async fn verify(
     Ok(report)
 }
 
-/// The pages, packs and chunks of a backup. Stops at a page that is damaged; reports each damaged pack.
+/// The pages, packs and chunks of a backup. Stops at a page that is damaged; reports each damaged
+/// pack.
 async fn contents(
     repository: &Repository,
     backup: &Manifest,

@@ -1,5 +1,5 @@
-//! A restore to a new volume: created, published as a raw block device below a private directory, written, and taken down
-//! again. A restore that fails removes the volume.
+//! A restore to a new volume: created, published as a raw block device below a private directory,
+//! written, and taken down again. A restore that fails removes the volume.
 
 use anyhow::{Context, Result, anyhow, ensure};
 

@@ -1,5 +1,6 @@
-//! Writes the packs and pages of a backup, in the order of the volume. A page is written after its pack, so the pages
-//! that exist are a journal: an interrupted backup continues after the last of them.
+//! Writes the packs and pages of a backup, in the order of the volume. A page is written after its
+//! pack, so the pages that exist are a journal: an interrupted backup continues after the last of
+//! them.
 
 use anyhow::{Context, Result};
 use tokio::task::JoinHandle;
@@ -89,7 +90,8 @@ impl Writer {
         if is_full { self.close_page().await } else { Ok(()) }
     }
 
-    /// Adds a run of zeros to the previous one, so that a discarded volume takes one entry and not one for each MiB.
+    /// Adds a run of zeros to the previous one, so that a discarded volume takes one entry and not
+    /// one for each MiB.
     fn extend_zeros(&mut self, chunk: &Chunk) -> bool {
         let (Some(last), [zeros]) = (self.chunks.last_mut(), chunk.zeros.as_slice()) else {
             return false;

@@ -1,5 +1,6 @@
-//! The claims that restores write to. A backup is restored to a block device, so a claim in filesystem mode is made in
-//! two steps: a claim in block mode is written, and its volume is then given to a claim in filesystem mode.
+//! The claims that restores write to. A backup is restored to a block device, so a claim in
+//! filesystem mode is made in two steps: a claim in block mode is written, and its volume is then
+//! given to a claim in filesystem mode.
 
 use std::time::Duration;
 
@@ -53,8 +54,8 @@ fn made(name: &str, spec: Value) -> Result<PersistentVolumeClaim> {
 
 /// Gives the volume of the claim `from`, which no pod uses, to a new claim `to` in filesystem mode.
 ///
-/// The new objects exist before the old ones are removed, and the volume is retained meanwhile, so an interruption loses
-/// nothing.
+/// The new objects exist before the old ones are removed, and the volume is retained meanwhile, so
+/// an interruption loses nothing.
 pub async fn rebind(mover: &Mover<'_>, from: &str, to: &str) -> Result<()> {
     let claim = mover.claim(from).await?.with_context(|| format!("claim {from} is gone"))?;
     let spec = claim.spec.unwrap_or_default();

@@ -52,7 +52,8 @@ pub enum Data<'d> {
     Claim(&'d str),
 }
 
-/// The flags of `backup create` in the pod: the data is on the device, and the sidecar lists the blocks.
+/// The flags of `backup create` in the pod: the data is on the device, and the sidecar lists the
+/// blocks.
 pub fn listing_args(namespace: &str) -> [String; 3] {
     [
         format!("--namespace={namespace}"),

@@ -93,7 +93,8 @@ impl Location {
         Ok(Self::Claim { name, path: path.to_owned() })
     }
 
-    /// Opens the store. A missing directory is made if `create` is set, readable by its owner alone.
+    /// Opens the store. A missing directory is made if `create` is set, readable by its owner
+    /// alone.
     ///
     /// # Errors
     /// There is no such directory, or the environment or the files of credentials cannot be used.
@@ -124,10 +125,12 @@ impl Location {
     }
 }
 
-/// The environment (`AWS_*`) is the configuration; files of the same names, as a mounted Secret has them, come first.
+/// The environment (`AWS_*`) is the configuration; files of the same names, as a mounted Secret has
+/// them, come first.
 fn s3(bucket: &str, credentials: Option<&Path>) -> Result<object_store::aws::AmazonS3> {
     let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry());
-    // An object has up to 17 MiB, and a line may be slow: the default of 30 seconds is for small ones.
+    // An object has up to 17 MiB, and a line may be slow: the default of 30 seconds is for small
+    // ones.
     let timeout = AmazonS3ConfigKey::Client(ClientConfigKey::Timeout);
     builder = builder.with_config(timeout, "300 seconds");
     for (key, value) in credentials.map(read_credentials).transpose()?.unwrap_or_default() {
@@ -145,8 +148,8 @@ fn retry() -> RetryConfig {
     }
 }
 
-/// The files of a directory, each a setting named as its environment variable. Files of other names are an error: a typing
-/// mistake must not select other credentials.
+/// The files of a directory, each a setting named as its environment variable. Files of other names
+/// are an error: a typing mistake must not select other credentials.
 fn read_credentials(directory: &Path) -> Result<Vec<(AmazonS3ConfigKey, String)>> {
     let shown = directory.display();
     let entries =
@@ -180,7 +183,8 @@ fn read_credentials(directory: &Path) -> Result<Vec<(AmazonS3ConfigKey, String)>
     Ok(settings)
 }
 
-/// Removes staged files from a directory and those below: object_store writes to `NAME#NUMBER` and renames.
+/// Removes staged files from a directory and those below: object_store writes to `NAME#NUMBER` and
+/// renames.
 pub fn sweep(directory: &Path) -> Result<()> {
     let shown = || format!("list {}", directory.display());
     if !directory.exists() {

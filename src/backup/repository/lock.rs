@@ -1,7 +1,9 @@
-//! Who uses a repository. Writers and readers share it; prune has it alone, because it removes what others may read. A
-//! lock is an object that its owner renews; it expires by itself, and at once when its process on this machine is gone.
+//! Who uses a repository. Writers and readers share it; prune has it alone, because it removes what
+//! others may read. A lock is an object that its owner renews; it expires by itself, and at once
+//! when its process on this machine is gone.
 //!
-//! An owner writes its lock, then lists the others: of two that conflict, at least one sees the other.
+//! An owner writes its lock, then lists the others: of two that conflict, at least one sees the
+//! other.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};

@@ -1,5 +1,5 @@
-//! A repository: where it is ([`location`]), its objects ([`store`]), their encryption ([`seal`]), and who uses it
-//! ([`lock`]). The layout is documented in docs/reference/backup.md:
+//! A repository: where it is ([`location`]), its objects ([`store`]), their encryption ([`seal`]),
+//! and who uses it ([`lock`]). The layout is documented in docs/reference/backup.md:
 //!
 //! - `repository.json`: version, id, encryption
 //! - `backups/ID/manifest`: makes the backup visible; written last, removed first
@@ -71,7 +71,8 @@ pub struct Inventory {
     pub backups: Vec<Manifest>,
     /// Manifests that cannot be read, and why.
     pub damaged: Vec<(BackupId, anyhow::Error)>,
-    /// Without a manifest: being written, interrupted, or being removed. The intent is missing in the last case.
+    /// Without a manifest: being written, interrupted, or being removed. The intent is missing in
+    /// the last case.
     pub unfinished: Vec<(BackupId, Option<Intent>)>,
 }
 
@@ -206,7 +207,8 @@ impl Repository {
         Ok(super::chunk::Coder::new(id, key))
     }
 
-    /// The backup that `reference` names: an id, the beginning of one, or a snapshot by name or handle.
+    /// The backup that `reference` names: an id, the beginning of one, or a snapshot by name or
+    /// handle.
     ///
     /// # Errors
     /// There is none, or several.
@@ -263,8 +265,8 @@ impl Repository {
         Ok(chain)
     }
 
-    /// Removes a backup, or what is there of one. Interrupted at any point, it leaves either the whole backup or one that
-    /// nothing takes for a backup.
+    /// Removes a backup, or what is there of one. Interrupted at any point, it leaves either the
+    /// whole backup or one that nothing takes for a backup.
     pub async fn remove(&self, id: &BackupId) -> Result<()> {
         self.store.delete(&path(id, "manifest")).await?;
         // Without it no writer continues what is removed from here on.
@@ -272,8 +274,8 @@ impl Repository {
         self.store.delete_all(&directory(id)).await
     }
 
-    /// Removes what processes that were killed have left of objects that they wrote. Only for a process that has the
-    /// repository alone.
+    /// Removes what processes that were killed have left of objects that they wrote. Only for a
+    /// process that has the repository alone.
     pub fn sweep(&self) -> Result<()> {
         match &*self.location {
             // A lock may be taken at any time, so its directory is left alone.

@@ -1,5 +1,6 @@
-//! Encryption with a key file: ChaCha20-Poly1305, with a key for each directory of the repository that HKDF-SHA256
-//! derives from the file, so that no key seals so many objects that random nonces could repeat.
+//! Encryption with a key file: ChaCha20-Poly1305, with a key for each directory of the repository
+//! that HKDF-SHA256 derives from the file, so that no key seals so many objects that random nonces
+//! could repeat.
 
 use std::fmt;
 use std::path::Path;
@@ -64,7 +65,8 @@ impl Secret {
 pub struct Key(LessSafeKey);
 
 impl Key {
-    /// The sealed form: nonce, ciphertext, tag. `path` is bound to it: at another path it does not open.
+    /// The sealed form: nonce, ciphertext, tag. `path` is bound to it: at another path it does not
+    /// open.
     pub fn seal(&self, path: &str, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
         let mut nonce = [0; NONCE_LEN];
         getrandom::fill(&mut nonce).map_err(|error| anyhow!("get random bytes: {error}"))?;

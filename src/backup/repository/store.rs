@@ -43,7 +43,8 @@ impl Store {
         }
     }
 
-    /// The bytes of an object; `None` if there is none. An object larger than `limit` bytes is an error.
+    /// The bytes of an object; `None` if there is none. An object larger than `limit` bytes is an
+    /// error.
     pub async fn get(&self, path: &str, limit: u64) -> Result<Option<Vec<u8>>> {
         let read = || format!("read {path}");
         let found = match self.objects.get(&Path::from(path)).await {

@@ -1,5 +1,5 @@
-//! Backups through Kubernetes: the work of a mover pod, and the commands that start one. Without a kubelet, the Job of a
-//! mover never gets a pod; hack/e2e.sh runs them.
+//! Backups through Kubernetes: the work of a mover pod, and the commands that start one. Without a
+//! kubelet, the Job of a mover never gets a pod; hack/e2e.sh runs them.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};

@@ -1,4 +1,5 @@
-//! What a repository and a driver may do wrong: changed bytes, missing objects, streams that end, a lost base.
+//! What a repository and a driver may do wrong: changed bytes, missing objects, streams that end, a
+//! lost base.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Processes that are killed at any time: what was whole stays whole, and the same command then completes.
+//! Processes that are killed at any time: what was whole stays whole, and the same command then
+//! completes.
 
 use std::fs;
 use std::thread;
@@ -11,7 +12,8 @@ use support::{MIB, have_root, path, report};
 
 use super::Rig;
 
-/// Runs a command and kills it after a part of the time that it took before. Returns whether it was killed.
+/// Runs a command and kills it after a part of the time that it took before. Returns whether it was
+/// killed.
 fn killed(rig: &Rig<'_>, arguments: &[&str], after: Duration) -> bool {
     let mut child = rig.spawn(arguments);
     thread::sleep(after);

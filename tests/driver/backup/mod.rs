@@ -31,7 +31,8 @@ struct Rig<'d> {
 }
 
 impl<'d> Rig<'d> {
-    /// A volume of this many bytes, and a repository in the driver's scratch directory that does not exist yet.
+    /// A volume of this many bytes, and a repository in the driver's scratch directory that does
+    /// not exist yet.
     fn new(driver: &'d Driver, name: &str, bytes: u64) -> Self {
         let repository = driver.scratch().join(format!("repository-{name}"));
         Self {

@@ -1,4 +1,5 @@
-//! The two stories: full and incremental backups, and restores that yield the bytes of the snapshot.
+//! The two stories: full and incremental backups, and restores that yield the bytes of the
+//! snapshot.
 
 use std::fs::{self, File};
 use std::path::Path;

@@ -1,5 +1,6 @@
-//! `backup` and `restore` of a full 10 GiB volume, and of 0.1 % of it changed at random: time, bytes read and memory, with
-//! a full read-and-compare and restic on the same volume.
+//! `backup` and `restore` of a full 10 GiB volume, and of 0.1 % of it changed at random: time,
+//! bytes read and memory, with a full read-and-compare and restic on the same volume; and memory
+//! for a volume of a tenth of the size.
 
 use std::fs;
 use std::path::Path;
@@ -65,6 +66,13 @@ fn command(driver: &Driver, repository: &Path, arguments: &[&str]) -> Command {
     command
 }
 
+/// Overwrites 0.1 % of a volume at random, and returns how many bytes that are.
+fn change(file: &Path, size: u64) -> Result<u64> {
+    let blocks = Random(5).distinct((size / 4096 / 1000) as usize, size / 4096);
+    writer::change(file, &blocks, 9)?;
+    Ok(blocks.len() as u64 * 4096)
+}
+
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let size = options.pick(10 << 30, 64 << 20);
     let driver = Driver::start(64 << 30)?;
@@ -88,13 +96,12 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let row = Row::value("backup", what, format!("{}, {}", full.describe(), share(&full)));
     report.row(row.spent(0.0, full.peak));
 
-    let blocks = Random(5).distinct((size / 4096 / 1000) as usize, size / 4096);
-    writer::change(&file, &blocks, 9)?;
+    let changed = change(&file, size)?;
     let target = driver.snapshot("target", &volume)?;
     let mut create = command(&driver, &place, &["backup", "create", "target", "--base", "auto"]);
     let incremental = spend(&mut create)?;
     let read = incremental.number("data_bytes")? + incremental.number("zero_bytes")?;
-    ensure!(read == blocks.len() as u64 * 4096, "the backup has {read} bytes");
+    ensure!(read == changed, "the backup has {read} bytes");
     compare_and_restic(options, report, &driver, [&base, &target], &incremental, read)?;
 
     let restored = driver.pool.directory().join("restored");
@@ -103,7 +110,49 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let what = format!("restore of {} from a full and an incremental backup", bytes(size));
     let row = Row::value("backup", what, format!("{}, {}", spent.describe(), share(&spent)));
     report.row(row.spent(0.0, spent.peak));
+    memory(options, report, &driver, size, [full.peak, incremental.peak, spent.peak])
+}
+
+/// Reports the peak memory of a full backup, an incremental one and a restore for two sizes.
+fn memory(
+    options: Options,
+    report: &mut Report,
+    driver: &Driver,
+    size: u64,
+    large: [u64; 3],
+) -> Result<()> {
+    let small_size = options.pick(1 << 30, 8 << 20);
+    let small = peaks(driver, small_size)?;
+    let shown = |size: u64, peaks: [u64; 3]| {
+        let [full, incremental, restore] = peaks.map(bytes);
+        format!("{}: {full}, {incremental}, {restore}", bytes(size))
+    };
+    let measured = format!("{}; {}", shown(small_size, small), shown(size, large));
+    // The incremental backup of the small volume has too few blocks to fill the queue.
+    let is_flat = [0, 2].iter().all(|at| large[*at] <= small[*at] * 5 / 4);
+    let what = "peak memory of a full backup, an incremental one and a restore, by size";
+    let reached = (!options.quick).then_some(is_flat);
+    report.row(Row::value("backup", what, measured).must("flat in size (25 %)", reached));
     Ok(())
+}
+
+/// Peak memory of these commands for a volume of this size.
+fn peaks(driver: &Driver, size: u64) -> Result<[u64; 3]> {
+    let volume = driver.volume("small", size, Capability::Block)?;
+    let file = driver.pool.volume(&volume);
+    let place = driver.pool.directory().join("small-repository");
+    let run = |arguments: &[&str]| {
+        Ok::<_, anyhow::Error>(spend(&mut command(driver, &place, arguments))?.peak)
+    };
+    writer::fill(&file, size)?;
+    driver.snapshot("small-base", &volume)?;
+    let full = run(&["backup", "create", "small-base"])?;
+    change(&file, size)?;
+    driver.snapshot("small-target", &volume)?;
+    let incremental = run(&["backup", "create", "small-target", "--base", "auto"])?;
+    let restored = driver.pool.directory().join("small-restored");
+    let restore = run(&["restore", "small-target", "--to", text(&restored)])?;
+    Ok([full, incremental, restore])
 }
 
 /// Bytes per second of a cold read of 1 MiB at a time.

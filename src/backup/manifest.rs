@@ -124,6 +124,8 @@ pub struct Base {
 #[serde(deny_unknown_fields)]
 pub struct Group {
     pub group_snapshot_id: String,
+    /// Empty in backups that earlier versions made.
+    #[serde(default)]
     pub group_snapshot: String,
     pub members: u32,
 }

@@ -3,8 +3,6 @@
 use std::fmt::Write as _;
 use support::cluster::shared;
 
-use csi_loopback::proto::snapshotmetadata as api;
-use prost::Message;
 use support::abuse::{JUNK_TOKENS, Protocol, assert_revoked, while_abused};
 use tonic::Code;
 

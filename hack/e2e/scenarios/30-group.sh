@@ -37,6 +37,8 @@ while read -r source member; do
 done <<<"$members"
 step "backup as a set by mover pods, a copy of it, and a restore to new claims"
 quietly kubectl apply --server-side -k deploy/examples/mover
+quietly kubectl apply --server-side -f hack/e2e/client.yaml
+await condition=Ready -n backup-client pod/client
 claim backups 512Mi
 equal "complete members" 2 "$(backup_command backup create group --group --output json | jq 'map(select(.group_complete)) | length')"
 equal "copied backups" 2 "$(backup_command backup copy --to claim:backups/copy --output json | jq '.copied | length')"

@@ -144,11 +144,17 @@ impl Scratch {
 
     /// Creates the directory below `parent`; only the user can read it.
     pub fn new(parent: &Path) -> Result<Self> {
+        Self::new_with(parent, |_| {})
+    }
+
+    /// `before_lock` is called for each directory before it is locked.
+    fn new_with(parent: &Path, mut before_lock: impl FnMut(&Path)) -> Result<Self> {
         for _ in 0..ATTEMPTS {
             let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
             let nonce = format!("{random:016x}");
             let root = parent.join(format!("{DIRECTORY_PREFIX}{nonce}"));
             make_dir(&root)?;
+            before_lock(&root);
             // A process that removes leftovers may lock the directory first, and remove it.
             if let Some(lock) = lock(&root).filter(|_| root.exists()) {
                 return Ok(Self { root, nonce, volumes: Vec::new(), _lock: lock });
@@ -426,8 +432,6 @@ fn text(path: &Path) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::super::fake_driver::Fake;
     use super::*;
 
@@ -448,20 +452,19 @@ mod tests {
     #[test]
     fn commands_that_start_at_the_same_time_do_not_fail() {
         let parent = tempfile::tempdir().unwrap();
-        let (path, running) = (parent.path(), AtomicBool::new(true));
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while running.load(Ordering::Relaxed) {
-                    for scratch in abandoned(path) {
-                        fs::remove_dir(&scratch.root).unwrap();
-                    }
-                }
-            });
-            let started: Vec<bool> =
-                (0..2000).map(|_| Scratch::new(path).is_ok_and(|own| own.root.exists())).collect();
-            running.store(false, Ordering::Relaxed);
-            assert!(started.iter().all(|started| *started));
+        let mut taken = Vec::new();
+        // The other command has locked the first directory, and has removed the second one.
+        let own = Scratch::new_with(parent.path(), |root| match taken.len() {
+            0 => taken.extend(abandoned(parent.path())),
+            1 => {
+                taken.extend(abandoned(parent.path()));
+                fs::remove_dir(root).unwrap();
+            }
+            _ => {}
         });
+        let own = own.unwrap();
+        assert!(own.root.exists() && taken.iter().all(|other| other.root != own.root));
+        assert!(taken.len() == 2 && abandoned(parent.path()).is_empty());
     }
 
     #[tokio::test]

@@ -336,7 +336,8 @@ fn rpc_metrics_have_bounded_labels() {
         assert_eq!(unknown.unwrap_err().code(), Code::Unimplemented);
     }
     let after = scrape();
-    for label in ["method", "code", "le"] {
+    const LABELS: [&str; 5] = ["code", "le", "listener", "method", "share"];
+    for label in LABELS {
         assert_eq!(label_values(&after, label), label_values(&before, label), "{label}");
     }
     assert_eq!(after.lines().count(), before.lines().count());
@@ -345,7 +346,7 @@ fn rpc_metrics_have_bounded_labels() {
         .filter_map(|part| part.split_once("=\""))
         .map(|(label, _)| label.to_owned())
         .collect();
-    assert_eq!(names.iter().map(String::as_str).collect::<Vec<_>>(), ["code", "le", "method"]);
+    assert_eq!(names.iter().map(String::as_str).collect::<Vec<_>>(), LABELS);
 }
 
 #[test]

@@ -43,5 +43,5 @@ fn all(options: Options, report: &mut Report) -> Result<()> {
     let rig = Rig::new(&cluster, &driver, &base, &target)?;
     relay::measure(options, report, &rig, extents)?;
     requests::measure(options, report, &rig)?;
-    abuse::measure(report, &rig)
+    abuse::measure(options, report, &rig)
 }

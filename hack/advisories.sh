@@ -15,7 +15,7 @@ source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
 case ${1:-} in
--h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit ;;
+-h | --help) usage && exit ;;
 esac
 
 not_checked() { # not_checked REASON

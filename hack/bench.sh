@@ -29,7 +29,7 @@ while (($#)); do
     case $1 in
         --quick) profile=dev arguments+=("$1") ;;
         --output) output=${2:?--output: which directory?}; shift ;;
-        --help | -h) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
+        --help | -h) usage; exit ;;
         *) rows+=("$1") ;;
     esac
     shift

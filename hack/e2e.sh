@@ -25,8 +25,6 @@ source "$repo/hack/e2e/cluster.sh"
 
 scenarios=$repo/hack/e2e/scenarios
 
-usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; }
-
 # titles: each scenario with its title, in the order in which they run.
 titles() {
     local file

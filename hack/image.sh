@@ -104,7 +104,7 @@ build() { # build IMAGE
 }
 
 case ${1:-} in
--h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit ;;
+-h | --help) usage && exit ;;
 esac
 is_root || die "needs root, for mmdebstrap"
 install_missing gcc jq >&2 || die "needs gcc and jq"

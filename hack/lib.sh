@@ -19,6 +19,8 @@ cargo_fuzz_version=0.13.2
 
 is_root() { ((EUID == 0)); }
 
+usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; } # prints the comment at the start of the script
+
 die() {
     printf '%s: %s\n' "${0##*/}" "$*" >&2
     exit 1

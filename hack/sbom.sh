@@ -11,7 +11,7 @@ source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
 case ${1:-} in
--h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit ;;
+-h | --help) usage && exit ;;
 esac
 install_missing jq >&2 || die "needs jq"
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")

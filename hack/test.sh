@@ -27,7 +27,7 @@ patterns=()
 for argument; do
     case $argument in
         --full) tier=full ;;
-        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit ;;
+        -h | --help) usage && exit ;;
         -*) die "unknown option $argument; see --help" ;;
         *) patterns+=("$argument") ;;
     esac

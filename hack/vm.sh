@@ -20,7 +20,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 
 case ${1:-} in
-    '' | -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
+    '' | -h | --help) usage; exit ;;
     list) apt-cache search --names-only '^linux-image-[0-9].*-amd64$' | grep -v -e -cloud- -e -rt-; exit ;;
 esac
 package=$1

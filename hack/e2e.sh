@@ -3,8 +3,9 @@
 #
 #   up                starts the cluster: etcd, API server, controller manager, scheduler, kubelet, kube-proxy,
 #                     containerd, CoreDNS and snapshot-controller; builds what is missing
-#   run [SCENARIO...] runs scenarios, by default all of them; starts the cluster if there is none, and then ends it too
-#   list              prints the scenarios
+#   run [NAME...]     runs scenarios, by default all of ours; "all" adds the suites of other projects. Starts the cluster
+#                     if there is none, and then ends it too
+#   list              prints the scenarios and suites
 #   kubectl ...       runs kubectl against the cluster
 #   node COMMAND...   runs a command on the node, by default a shell
 #   down              ends the cluster: no process, mount, loop device, cgroup or file remains
@@ -23,13 +24,22 @@ source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/e2e/cluster.sh
 source "$repo/hack/e2e/cluster.sh"
 
-scenarios=$repo/hack/e2e/scenarios
+# files KIND...: the scripts of hack/e2e/KIND, by number, which is the order in which they run.
+files() {
+    local kind file
+    for kind; do
+        for file in "$repo/hack/e2e/$kind"/[0-9]*.sh; do printf '%s\t%s\n' "${file##*/}" "$file"; done
+    done | sort | cut -f 2
+}
 
-# titles: each scenario with its title, in the order in which they run.
+# title FILE: what its second line says.
+title() { sed -nE 's/^# (Scenario|Suite): //p' "$1"; }
+
+# titles: each scenario and suite with its title.
 titles() {
     local file
-    for file in "$scenarios"/[0-9]*.sh; do
-        printf '%-12s %s\n' "$(scenario_name "$file")" "$(sed -n 's/^# Scenario: //p' "$file")"
+    for file in $(files scenarios suites); do
+        printf '%-12s %s\n' "$(scenario_name "$file")" "$(title "$file")"
     done
 }
 
@@ -41,12 +51,18 @@ scenario_name() {
 }
 
 run_scenarios() { # run_scenarios [NAME...]
-    local file name started status passed=0 failed=0 wanted=("$@") found=()
-    for file in "$scenarios"/[0-9]*.sh; do
+    local file name started status passed=0 failed=0 kinds=(scenarios suites) wanted=("$@") found=()
+    if ((${#wanted[@]} == 0)); then
+        kinds=(scenarios)
+    elif [[ ${wanted[*]} == all ]]; then
+        wanted=()
+    fi
+    rm -f "$e2e/counts"
+    for file in $(files "${kinds[@]}"); do
         name=$(scenario_name "$file")
         ((${#wanted[@]} == 0)) || [[ " ${wanted[*]} " == *" $name "* ]] || continue
         found+=("$name")
-        printf '\n=== %s: %s\n' "$name" "$(sed -n 's/^# Scenario: //p' "$file")"
+        printf '\n=== %s: %s\n' "$name" "$(title "$file")"
         started=$SECONDS status=0
         bash "$file" || status=$?
         if ((status == 0)); then
@@ -61,7 +77,9 @@ run_scenarios() { # run_scenarios [NAME...]
     for name in "${wanted[@]}"; do
         [[ " ${found[*]} " == *" $name "* ]] || die "$name: no such scenario; next: hack/e2e.sh list"
     done
-    printf '\n%d passed, %d failed\n' "$passed" "$failed"
+    printf '\n'
+    [[ ! -e $e2e/counts ]] || cat "$e2e/counts"
+    printf '%d passed, %d failed\n' "$passed" "$failed"
     ((failed == 0))
 }
 

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What the scenarios of hack/e2e.sh share. A scenario is a script that sources this file, runs against the cluster by kubectl
-# and the manifests of deploy/, and fails at its first failing command. Scenarios run in the order of their numbers; those
-# after "install" need it.
+# What the scenarios and suites of hack/e2e.sh share. A scenario is a script that sources this file, runs against the cluster
+# by kubectl and the manifests of deploy/, and fails at its first failing command. Scenarios run in the order of their numbers;
+# those after "install" need it. A suite is the same for what another project wrote: it loads its images, and counts its tests.
 # Sourced, never run.
 set -euo pipefail
 
@@ -180,6 +180,16 @@ volumes_are_gone() {
     rest=$(kubectl get persistentvolumes,volumesnapshotcontents,volumegroupsnapshotcontents --no-headers 2>/dev/null)
     echo "$rest"
     [[ -z $rest ]]
+}
+
+# load_image ARCHIVE: imports an image (hack/oci.sh) into containerd of the node. A suite brings its own images.
+load_image() { quietly on_node ctr --namespace k8s.io images import "$1"; }
+
+# count SUITE PASSED FAILED SKIPPED: prints the counts of a suite, also for the end of the run. Fails if a test failed or none
+# passed.
+count() {
+    printf '%s: %d passed, %d failed, %d skipped\n' "$@" | tee -a "$e2e/counts"
+    (($2 > 0 && $3 == 0))
 }
 
 # restart PART: kills a part of the cluster (hack/e2e/node.sh), and returns when it has been started again.

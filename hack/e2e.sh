@@ -3,8 +3,8 @@
 #
 #   up                starts the cluster: etcd, API server, controller manager, scheduler, kubelet, kube-proxy,
 #                     containerd, CoreDNS and snapshot-controller; builds what is missing
-#   run [NAME...]     runs scenarios, by default all of ours; "all" adds the suites of other projects. Starts the cluster
-#                     if there is none, and then ends it too
+#   run [NAME...]     runs scenarios, by default all; "all" adds the suites, which take longer: those of Kubernetes and
+#                     Velero. Starts the cluster if there is none, and then ends it too
 #   list              prints the scenarios and suites
 #   kubectl ...       runs kubectl against the cluster
 #   node COMMAND...   runs a command on the node, by default a shell

@@ -10,21 +10,10 @@
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
-
-# Specs that do not apply to the driver, by csi-sanity's reason. A skip for another reason is a
-# failure: the driver would advertise a feature that csi-sanity does not test.
-declare -A expected_skips=(
-    # Volumes are files on the node: the driver has no ControllerPublishVolume.
-    ["ControllerPublishVolume not supported"]=1
-    ["ControllerUnpublishVolume not supported"]=1
-    ["Controller Publish, UnpublishVolume not supported"]=1
-)
-# A spec that csi-sanity itself disables, by the end of its name.
-expected_pending="pagination should detect volumes added between pages and accept tokens when the last volume from a page is deleted"
-# The spec compares Go messages with their internal state: the topology in the request has a cached
-# size, the one in the response does not. It fails with every driver that reports a topology. A test
-# of the driver covers the same behavior (volumes_and_snapshots_are_created_on_this_node_only).
-faulty_spec="should succeed when creating a snapshot with accessibility requirements"
+# shellcheck source=hack/ginkgo.sh
+source "$repo/hack/ginkgo.sh"
+# shellcheck source=hack/sanity-specs.sh
+source "$repo/hack/sanity-specs.sh"
 
 GiB=$((1 << 30))
 # Volumes are sparse. The pool is many times larger than the volumes of a run.
@@ -142,7 +131,7 @@ await_socket() { # await_socket SOCKET PID
 
 run_specs() { # run_specs POOL ACCESS_TYPE PATH: PATH is direct (the driver's socket) or proxy
     local pool=$1 access=$2 path=$3 report=$tmp/report-$2-$3.json log=$tmp/sanity-$2-$3.log status=0
-    local passed failed pending skipped spec reason socket=$tmp/csi.sock
+    local passed failed pending skipped state spec reason why socket=$tmp/csi.sock
     if [[ $path == proxy ]]; then
         socket=$tmp/proxy.sock
         access="$access, through the node proxy"
@@ -161,49 +150,32 @@ run_specs() { # run_specs POOL ACCESS_TYPE PATH: PATH is direct (the driver's so
     sanity_pid=$!
     wait "$sanity_pid" || status=$?
     sanity_pid=
-    if ! jq -e '.[0].SpecReports | length > 0' "$report" >/dev/null 2>&1; then
+    if ! report_is_complete "$report"; then
         problem "$pool" "csi-sanity ($access) exited with $status and wrote no report"
         tail -n 40 "$log"
         return
     fi
-    read -r passed failed pending skipped < <(jq -r '
-        [.[].SpecReports[] | select(.LeafNodeType == "It") | .State]
-        | [map(select(. == "passed")), map(select(. != "passed" and . != "pending" and . != "skipped")),
-           map(select(. == "pending")), map(select(. == "skipped"))]
-        | map(length) | @tsv' "$report")
+    read -r passed failed pending skipped < <(report_counts "$report")
     printf 'csi-sanity %s (%s): %d passed, %d failed, %d pending, %d skipped\n' \
         "$pool" "$access" "$passed" "$failed" "$pending" "$skipped"
 
     failed_specs=$((failed_specs + failed))
     if ((failed > 0)); then
-        jq -r '.[].SpecReports[] | select(.State | IN("passed", "pending", "skipped") | not)
-            | "  failed: \((.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" "))",
-              (.Failure | "    \(.Location.FileName | split("/") | last):\(.Location.LineNumber)",
-               (.Message | split("\n")[] | "    \(.)"))' "$report"
+        report_failures "$report"
         echo "  last lines of the driver's log:"
         tail -n 40 "$tmp/driver.log" | sed 's/^/    /'
     elif ((status != 0 || passed == 0)); then
         problem "$pool" "csi-sanity ($access) exited with $status after $passed specs passed"
     fi
-    while IFS=$'\t' read -r spec reason; do
-        if [[ $spec == *"$faulty_spec" ]]; then
-            once '  skipped: %s: fails with every driver that reports a topology\n' "$spec"
-        elif [[ -n ${expected_skips[$reason]:-} ]]; then
-            once '  skipped: %s: %s\n' "$spec" "$reason"
-        else
-            problem "$pool" "unexpected skip ($access): $spec: ${reason:-no reason given}"
-        fi
-    done < <(jq -r '.[].SpecReports[] | select(.State == "skipped")
-        | [((.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")), (.Failure.Message // "")] | @tsv' \
-        "$report")
-    while read -r spec; do
-        if [[ $spec == *"$expected_pending" ]]; then
-            once '  pending: %s: disabled by csi-sanity\n' "$spec"
-        else
-            problem "$pool" "unexpected pending spec ($access): $spec"
-        fi
-    done < <(jq -r '.[].SpecReports[] | select(.State == "pending")
-        | (.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")' "$report")
+    for state in skipped pending; do
+        while IFS=$'\t' read -r spec reason; do
+            if why=$(explanation "$state" "$spec" "$reason"); then
+                once "  $state: %s: %s\n" "$spec" "$why"
+            else
+                problem "$pool" "unexpectedly $state ($access): $spec: ${reason:-no reason given}"
+            fi
+        done < <(report_specs "$report" "$state")
+    done
 }
 
 # compare POOL ACCESS_TYPE: compares the result of each spec through the proxy with the direct one.

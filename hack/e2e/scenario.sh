@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What the scenarios and suites of hack/e2e.sh share. A scenario is a script that sources this file, runs against the cluster
 # by kubectl and the manifests of deploy/, and fails at its first failing command. Scenarios run in the order of their numbers;
-# those after "install" need it. A suite is the same for what another project wrote: it loads its images, and counts its tests.
+# those after "install" need it. A suite (hack/e2e/suites) is the same, and takes longer.
 # Sourced, never run.
 set -euo pipefail
 
@@ -145,15 +145,19 @@ movers_are_gone() {
     [[ -z $rest ]]
 }
 
-# extents_by API COMMAND...: the extents that an API returns, "OFFSET LENGTH" a line, adjacent ones joined: responses may split them
-# differently.
+# join_extents: joins adjacent extents, "OFFSET LENGTH" a line: responses may split them differently.
+join_extents() {
+    awk 'NR > 1 && $1 == at + length_ { length_ += $2; next }
+        NR > 1 { print at, length_ } { at = $1; length_ = $2 } END { if (NR) print at, length_ }'
+}
+
+# extents_by API COMMAND...: the extents that an API returns.
 extents_by() {
     local api=$1
     shift
     [[ $api != metadata ]] || set -- "$@" --token-file=/var/run/secrets/snapshot-metadata/token
     client snapshot "$@" --api="$api" --namespace="$namespace" --output=json | jq -r '.extents[] | "\(.offset) \(.length)"' |
-        awk 'NR > 1 && $1 == at + length_ { length_ += $2; next }
-            NR > 1 { print at, length_ } { at = $1; length_ = $2 } END { if (NR) print at, length_ }'
+        join_extents
 }
 
 # extents COMMAND...: the extents, after a check that all three APIs return the same.
@@ -182,11 +186,11 @@ volumes_are_gone() {
     [[ -z $rest ]]
 }
 
-# load_image ARCHIVE: imports an image (hack/oci.sh) into containerd of the node. A suite brings its own images.
+# load_image ARCHIVE: imports an image (hack/oci.sh) into containerd of the node. A script brings what it alone needs.
 load_image() { quietly on_node ctr --namespace k8s.io images import "$1"; }
 
-# count SUITE PASSED FAILED SKIPPED: prints the counts of a suite, also for the end of the run. Fails if a test failed or none
-# passed.
+# count WHAT PASSED FAILED SKIPPED: prints the counts of another project's tests, again at the end of the run. Fails if one
+# failed or none passed.
 count() {
     printf '%s: %d passed, %d failed, %d skipped\n' "$@" | tee -a "$e2e/counts"
     (($2 > 0 && $3 == 0))

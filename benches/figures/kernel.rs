@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike;
 
 /// Clones `source` into `target` with one FICLONE.
 pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
@@ -74,6 +76,13 @@ impl CpuClock {
         unsafe { libc::clock_gettime(self.0, &raw mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }
+}
+
+/// The processor time of all ended children that were waited for.
+pub fn children_cpu() -> Result<Duration> {
+    let usage = getrusage(UsageWho::RUSAGE_CHILDREN)?;
+    let seconds = usage.user_time() + usage.system_time();
+    Ok(Duration::from_micros(u64::try_from(seconds.num_microseconds())?))
 }
 
 /// The value of a line such as "VmHWM:  1234 kB" in a file of /proc/PID, in bytes.

@@ -74,7 +74,12 @@ impl Row {
     }
 
     pub fn spent(mut self, cpu_seconds: f64, peak_bytes: u64) -> Self {
-        (self.cpu_seconds, self.peak_bytes) = (Some(cpu_seconds), Some(peak_bytes));
+        self.cpu_seconds = Some(cpu_seconds);
+        self.peak(peak_bytes)
+    }
+
+    pub fn peak(mut self, bytes: u64) -> Self {
+        self.peak_bytes = Some(bytes);
         self
     }
 

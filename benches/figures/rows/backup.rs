@@ -20,6 +20,7 @@ use crate::{Options, peers, writer};
 /// What a command took.
 struct Spent {
     time: Duration,
+    cpu: Duration,
     peak: u64,
     output: String,
 }
@@ -27,6 +28,11 @@ struct Spent {
 impl Spent {
     fn describe(&self) -> String {
         time(self.time.as_secs_f64())
+    }
+
+    /// The row with processor time and peak memory of the command.
+    fn cost(&self, row: Row) -> Row {
+        row.spent(self.cpu.as_secs_f64(), self.peak)
     }
 
     /// A field of the JSON that the command printed.
@@ -38,7 +44,7 @@ impl Spent {
 
 /// Runs a command to its end, and reads its peak of memory meanwhile.
 fn spend(command: &mut Command) -> Result<Spent> {
-    let begun = Instant::now();
+    let (begun, cpu) = (Instant::now(), kernel::children_cpu()?);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pid = child.id();
     let sampler = thread::spawn(move || {
@@ -50,11 +56,11 @@ fn spend(command: &mut Command) -> Result<Spent> {
         peak
     });
     let output = child.wait_with_output()?;
-    let time = begun.elapsed();
+    let (time, cpu) = (begun.elapsed(), kernel::children_cpu()? - cpu);
     let error = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{command:?}: {error}");
     let peak = sampler.join().unwrap_or_default();
-    Ok(Spent { time, peak, output: String::from_utf8_lossy(&output.stdout).into_owned() })
+    Ok(Spent { time, cpu, peak, output: String::from_utf8_lossy(&output.stdout).into_owned() })
 }
 
 fn command(driver: &Driver, repository: &Path, arguments: &[&str]) -> Command {
@@ -66,11 +72,9 @@ fn command(driver: &Driver, repository: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Overwrites 0.1 % of a volume at random, and returns how many bytes that are.
-fn change(file: &Path, size: u64) -> Result<u64> {
-    let blocks = Random(5).distinct((size / 4096 / 1000) as usize, size / 4096);
-    writer::change(file, &blocks, 9)?;
-    Ok(blocks.len() as u64 * 4096)
+/// Overwrites blocks of a volume at random.
+fn change(file: &Path, size: u64, blocks: u64) -> Result<()> {
+    writer::change(file, &Random(5).distinct(blocks as usize, size / 4096), 9)
 }
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -94,14 +98,15 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let full = spend(&mut command(&driver, &place, &["backup", "create", "base"]))?;
     let what = format!("full backup of {}, data everywhere", bytes(size));
     let row = Row::value("backup", what, format!("{}, {}", full.describe(), share(&full)));
-    report.row(row.spent(0.0, full.peak));
+    report.row(full.cost(row));
 
-    let changed = change(&file, size)?;
+    let changed = size / 4096 / 1000;
+    change(&file, size, changed)?;
     let target = driver.snapshot("target", &volume)?;
     let mut create = command(&driver, &place, &["backup", "create", "target", "--base", "auto"]);
     let incremental = spend(&mut create)?;
     let read = incremental.number("data_bytes")? + incremental.number("zero_bytes")?;
-    ensure!(read == changed, "the backup has {read} bytes");
+    ensure!(read == changed * 4096, "the backup has {read} bytes");
     compare_and_restic(options, report, &driver, [&base, &target], &incremental, read)?;
 
     let restored = driver.pool.directory().join("restored");
@@ -109,27 +114,28 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let spent = spend(&mut command(&driver, &place, &restore))?;
     let what = format!("restore of {} from a full and an incremental backup", bytes(size));
     let row = Row::value("backup", what, format!("{}, {}", spent.describe(), share(&spent)));
-    report.row(row.spent(0.0, spent.peak));
-    memory(options, report, &driver, size, [full.peak, incremental.peak, spent.peak])
+    report.row(spent.cost(row));
+    memory(options, report, &driver, size, changed, [full.peak, incremental.peak, spent.peak])
 }
 
-/// Reports the peak memory of a full backup, an incremental one and a restore for two sizes.
+/// Reports the peak memory of a full backup, an incremental one and a restore for two sizes, with
+/// as many changed blocks.
 fn memory(
     options: Options,
     report: &mut Report,
     driver: &Driver,
     size: u64,
+    changed: u64,
     large: [u64; 3],
 ) -> Result<()> {
     let small_size = options.pick(1 << 30, 8 << 20);
-    let small = peaks(driver, small_size)?;
+    let small = peaks(driver, small_size, changed)?;
     let shown = |size: u64, peaks: [u64; 3]| {
         let [full, incremental, restore] = peaks.map(bytes);
         format!("{}: {full}, {incremental}, {restore}", bytes(size))
     };
     let measured = format!("{}; {}", shown(small_size, small), shown(size, large));
-    // The incremental backup of the small volume has too few blocks to fill the queue.
-    let is_flat = [0, 2].iter().all(|at| large[*at] <= small[*at] * 5 / 4);
+    let is_flat = small.iter().zip(large).all(|(small, large)| large <= *small * 5 / 4);
     let what = "peak memory of a full backup, an incremental one and a restore, by size";
     let reached = (!options.quick).then_some(is_flat);
     report.row(Row::value("backup", what, measured).must("flat in size (25 %)", reached));
@@ -137,7 +143,7 @@ fn memory(
 }
 
 /// Peak memory of these commands for a volume of this size.
-fn peaks(driver: &Driver, size: u64) -> Result<[u64; 3]> {
+fn peaks(driver: &Driver, size: u64, changed: u64) -> Result<[u64; 3]> {
     let volume = driver.volume("small", size, Capability::Block)?;
     let file = driver.pool.volume(&volume);
     let place = driver.pool.directory().join("small-repository");
@@ -147,7 +153,7 @@ fn peaks(driver: &Driver, size: u64) -> Result<[u64; 3]> {
     writer::fill(&file, size)?;
     driver.snapshot("small-base", &volume)?;
     let full = run(&["backup", "create", "small-base"])?;
-    change(&file, size)?;
+    change(&file, size, changed)?;
     driver.snapshot("small-target", &volume)?;
     let incremental = run(&["backup", "create", "small-target", "--base", "auto"])?;
     let restored = driver.pool.directory().join("small-restored");
@@ -182,7 +188,7 @@ fn compare_and_restic(
     let row = || {
         let what = format!("incremental backup of {}, 0.1 % changed at random", bytes(size));
         let measured = format!("{}, {} read", incremental.describe(), bytes(read));
-        Row::value("backup", what, measured).spent(0.0, incremental.peak)
+        incremental.cost(Row::value("backup", what, measured))
     };
     let ratio = |peer: Duration| peer.as_secs_f64() / incremental.time.as_secs_f64();
     let peer = format!(

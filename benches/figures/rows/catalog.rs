@@ -142,7 +142,7 @@ impl Bench {
             let what = format!("start, {} retained rows, {what}", grouped(rows as i64));
             let measured =
                 format!("{}, peak {}, catalog of {}", time(took), bytes(peak), bytes(size));
-            report.row(Row::value("catalog", what, measured).spent(0.0, peak));
+            report.row(Row::value("catalog", what, measured).peak(peak));
         }
         Ok(())
     }

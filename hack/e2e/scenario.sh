@@ -189,6 +189,20 @@ volumes_are_gone() {
 # load_image ARCHIVE: imports an image (hack/oci.sh) into containerd of the node. A script brings what it alone needs.
 load_image() { quietly on_node ctr --namespace k8s.io images import "$1"; }
 
+passed=0 failed=0
+
+check() { # check WHAT COMMAND...: runs a test, and counts it in passed or failed
+    local what=$1
+    shift
+    if "$@"; then
+        passed=$((passed + 1))
+        step "passed: $what"
+    else
+        failed=$((failed + 1))
+        step "FAILED: $what"
+    fi
+}
+
 # count WHAT PASSED FAILED SKIPPED: prints the counts of another project's tests, again at the end of the run. Fails if one
 # failed or none passed.
 count() {

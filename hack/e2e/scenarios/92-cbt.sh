@@ -4,25 +4,12 @@
 source "$(dirname "$0")/../scenario.sh"
 
 namespace=upstream-cbt
-passed=0 failed=0
 
 clean_up() {
     kubectl delete --ignore-not-found --timeout="${patience}s" namespace "$namespace" >/dev/null 2>&1 || true
     kubectl delete --ignore-not-found clusterrolebinding "$namespace" >/dev/null 2>&1 || true
 }
 trap clean_up EXIT
-
-check() { # check WHAT COMMAND...: counts
-    local what=$1
-    shift
-    if "$@"; then
-        passed=$((passed + 1))
-        step "passed: $what"
-    else
-        failed=$((failed + 1))
-        step "FAILED: $what"
-    fi
-}
 
 # run_tool POD TOOL SOURCE TARGET ARGUMENT...: runs a tool in a pod to its end, with the claims SOURCE and TARGET as devices
 # unless they are empty, and prints its output. Fails if the tool fails.

@@ -38,29 +38,6 @@ suite() {
     printf '%s\n' "${DEBIAN_SUITE:-$(sed -n 's/^ARG RUNTIME_IMAGE=debian:\(.*\)-slim$/\1/p' "$dockerfile")}"
 }
 
-# debian_layer: prints the path of the layer with the Debian tree, and makes it unless it is in the cache.
-debian_layer() {
-    local release=$1 list layer work sources debian=http://deb.debian.org/debian
-    # As in the base image of deploy/Dockerfile.
-    sources=("deb $debian $release main" "deb $debian $release-updates main" "deb $debian-security $release-security main")
-    [[ -z ${DEBIAN_MIRROR:-} ]] || sources=("$DEBIAN_MIRROR")
-    list=$(packages | paste -sd ,)
-    layer=$cache/images/debian-$release-$(printf '%s\n' "$list" "${sources[@]}" | sha256sum | cut -c1-16).tar
-    if [[ ! -e $layer ]]; then
-        mkdir -p "$cache/images"
-        echo "making the Debian tree (once per package list, about half a minute)" >&2
-        work=$(mktemp "$cache/images/.build.XXXXXX")
-        # shellcheck disable=SC2016 # $1 is for the hook
-        SOURCE_DATE_EPOCH=0 mmdebstrap --quiet --variant=essential --include="$list" \
-            --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
-            --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-            --customize-hook='rm -rf "$1/var/lib/apt" "$1/var/cache" "$1/var/log"' \
-            --skip=output/dev --format=tar "$release" - "${sources[@]}" >"$work" || { rm -f "$work" && return 1; }
-        mv "$work" "$layer"
-    fi
-    printf '%s\n' "$layer"
-}
-
 # commit: of the tree that the binary is built from, with "-dirty" when files differ from it.
 commit() { git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null || echo unknown; }
 
@@ -89,9 +66,10 @@ build() { # build IMAGE
     local archive=$images/$1.tar name=$1:${IMAGE_TAG:-$version}
     case $1 in
     csi-loopback)
-        local debian
+        local debian packages
         install_missing mmdebstrap >&2 || die "needs mmdebstrap; next: apt-get install mmdebstrap"
-        debian=$(debian_layer "$(suite)") || die "the Debian tree cannot be made; next: see above, or set DEBIAN_MIRROR"
+        mapfile -t packages < <(packages)
+        debian=$(debian_layer "$(suite)" "${packages[@]}") || die "the Debian tree cannot be made; next: see above, or set DEBIAN_MIRROR"
         oci_image "$archive" "$name" "$(config "" /csi-loopback csi-loopback)" "$debian" "$work/binary.tar"
         ;;
     csi-snapshot-metadata)

@@ -148,6 +148,12 @@ go_key() {
 # kubernetes_key: the cache key of build_kubernetes.
 kubernetes_key() { go_key kubernetes snapshot-metadata; }
 
+# go_module NAME MODULE: prints the directory of a module at the version in the go.mod of hack/tools/NAME. Downloads it: tools
+# may be in the cache without their sources.
+go_module() {
+    (cd "$repo/hack/tools/$1" && go mod download "$2" >&2 && go list -m -f '{{.Dir}}' "$2")
+}
+
 # go_build NAME DIRECTORY [LDFLAGS]: builds the tools of hack/tools/NAME at the versions of its
 # go.mod.
 go_build() {
@@ -191,7 +197,7 @@ build_kubernetes() {
 # go.mod of hack/tools/NAME requires.
 install_crds() {
     local directory=$3/crds/${2%%/*} module
-    module=$(cd "$repo/hack/tools/$1" && go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$2") || return 1
+    module=$(go_module "$1" "github.com/kubernetes-csi/$2") || return 1
     mkdir -p "$directory" && install -m 644 -t "$directory" "$module"/config/crd/*.io_*.yaml
 }
 

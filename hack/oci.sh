@@ -1,6 +1,6 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # Writes OCI images without a registry and without a container engine.
-# Sourced, never run.
+# Sourced, never run, after hack/lib.sh.
 
 # oci_layer DIRECTORY FILE: a layer with the contents of DIRECTORY, owned by root. The same contents give the same bytes.
 oci_layer() {
@@ -69,4 +69,28 @@ oci_image() {
         --numeric-owner oci-layout index.json manifest.json blobs
     jq -r '.manifests[0].digest' "$layout/index.json" >"${archive%.tar}.digest"
     rm -r "$layout"
+}
+
+# debian_layer RELEASE PACKAGE...: prints the path of a layer with a Debian tree, and makes it unless it is in the cache.
+# DEBIAN_MIRROR overrides where the packages come from. Needs root and mmdebstrap.
+debian_layer() {
+    local release=$1 list layer work sources debian=http://deb.debian.org/debian
+    # As in Debian's own images.
+    sources=("deb $debian $release main" "deb $debian $release-updates main" "deb $debian-security $release-security main")
+    [[ -z ${DEBIAN_MIRROR:-} ]] || sources=("$DEBIAN_MIRROR")
+    list=$(printf '%s\n' "${@:2}" | paste -sd ,)
+    layer=$cache/images/debian-$release-$(printf '%s\n' "$list" "${sources[@]}" | sha256sum | cut -c1-16).tar
+    if [[ ! -e $layer ]]; then
+        mkdir -p "$cache/images"
+        echo "making the Debian tree (once per package list, about half a minute)" >&2
+        work=$(mktemp "$cache/images/.build.XXXXXX")
+        # shellcheck disable=SC2016 # $1 is for the hook
+        SOURCE_DATE_EPOCH=0 mmdebstrap --quiet --variant=essential --include="$list" \
+            --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+            --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+            --customize-hook='rm -rf "$1/var/lib/apt" "$1/var/cache" "$1/var/log"' \
+            --skip=output/dev --format=tar "$release" - "${sources[@]}" >"$work" || { rm -f "$work" && return 1; }
+        mv "$work" "$layer"
+    fi
+    printf '%s\n' "$layer"
 }

@@ -55,11 +55,12 @@ program_image() { # program_image PROGRAM IMAGE ENTRYPOINT: an image with one st
     install -m 755 "$1" "$root/$3"
     chmod 755 "$root"
     oci_layer "$root" "$e2e/images/layer"
-    oci_image "$e2e/images/$3.tar" "$2" "{\"Entrypoint\": [\"/$3\"]}" "$e2e/images/layer"
+    oci_image "$e2e/images/$3.tar" "$2" "{\"Entrypoint\": [\"/$3\"], \"Env\": [\"PATH=/\"]}" "$e2e/images/layer"
     rm -r "$root" "$e2e/images/layer"
 }
 
-make_images() {
+# add_on_images: the images of other projects that the manifests of deploy/ and of snapshot-controller name.
+add_on_images() {
     local name tools=$e2e/tools
     mkdir -p "$e2e/images"
     for name in csi-provisioner csi-resizer csi-snapshotter livenessprobe; do
@@ -67,20 +68,24 @@ make_images() {
     done
     program_image "$tools/node-driver-registrar" "$(image_of csi-node-driver-registrar)" csi-node-driver-registrar
     program_image "$tools/snapshot-controller" "$(snapshot_controller_image)" snapshot-controller
-    program_image "$tools/coredns" registry.k8s.io/coredns/coredns:e2e coredns
-    pause_image
+}
+
+make_images() {
+    add_on_images
+    program_image "$e2e/tools/coredns" registry.k8s.io/coredns/coredns:e2e coredns
+    pause_image localhost/pause:e2e
     # Without the commit, with which each commit would rebuild the binary.
     CSI_LOOPBACK_COMMIT='' IMAGE_DIR=$e2e/images "$repo/hack/image.sh" csi-loopback >/dev/null
 }
 
-# pause_image: what holds the namespaces of a pod. It waits and does nothing else.
+# pause_image IMAGE: what holds the namespaces of a pod. It waits and does nothing else.
 pause_image() {
     local root=$e2e/images/root
     mkdir -p "$root"
     install -m 755 "$(command -v busybox)" "$root/busybox"
     chmod 755 "$root"
     oci_layer "$root" "$e2e/images/layer"
-    oci_image "$e2e/images/pause.tar" localhost/pause:e2e \
+    oci_image "$e2e/images/pause.tar" "$1" \
         '{"Entrypoint": ["/busybox", "sleep", "2147483647"]}' "$e2e/images/layer"
     rm -r "$root" "$e2e/images/layer"
 }
@@ -89,10 +94,8 @@ pause_image() {
 
 # snapshot_controller: the directory of its released manifests.
 snapshot_controller() {
-    local module=github.com/kubernetes-csi/external-snapshotter/v8 directory
-    # The tools may be in the cache without the module's source.
-    directory=$(cd "$repo/hack/tools/kubernetes" && go mod download "$module" >&2 &&
-        go list -m -f '{{.Dir}}' "$module") || return 1
+    local directory
+    directory=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/v8) || return 1
     printf '%s\n' "$directory/deploy/kubernetes/snapshot-controller"
 }
 

@@ -9,7 +9,8 @@
 # docker, kind, kubectl and go, and does not change your kubectl configuration.
 #
 # KIND_CLUSTER   name of the cluster (csi-loopback)
-# KIND_IMAGE     node image of kind (kind's default)
+# KIND_IMAGE     node image of kind (kind's default); hack/kind-node.sh builds one
+# KIND_ARCHIVE   archive with the image csi-loopback (hack/image.sh), instead of building it with docker
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -32,11 +33,6 @@ try() {
 }
 
 exists() { kind get clusters 2>/dev/null | grep -qx "$cluster"; }
-
-# module MODULE: prints the directory of a Go module, at the version that the tests use.
-module() {
-    (cd hack/tools/kubernetes && go mod download "$1" >&2 && go list -m -f '{{.Dir}}' "$1")
-}
 
 # --- Deletion -------------------------------------------------------------------------------------
 
@@ -90,6 +86,10 @@ make_cluster() {
 
 build_image() {
     local image
+    if [[ -n ${KIND_ARCHIVE:-} ]]; then
+        kind load image-archive --name "$cluster" "$KIND_ARCHIVE"
+        return
+    fi
     image=$(kubectl kustomize deploy/overlays/kind | sed -n 's/^ *\(- \)\?image: *\(csi-loopback:\)/\2/p' | sort -u)
     docker build --file deploy/Dockerfile --tag "$image" . &&
         kind load docker-image --name "$cluster" "$image"
@@ -98,7 +98,7 @@ build_image() {
 # controller: prints the directory of the released manifests of snapshot-controller.
 controller() {
     local source
-    source=$(module github.com/kubernetes-csi/external-snapshotter/v8) || return 1
+    source=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/v8) || return 1
     printf '%s\n' "$source/deploy/kubernetes/snapshot-controller"
 }
 
@@ -106,7 +106,7 @@ install_controller() { kubectl apply --server-side -k "$(controller)"; }
 
 install_definitions() {
     local source
-    source=$(module github.com/kubernetes-csi/external-snapshotter/client/v8) || return 1
+    source=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/client/v8) || return 1
     # With VolumeGroupSnapshots: csi-snapshotter waits for their definitions.
     local files=("$source"/config/crd/*.storage.k8s.io_*.yaml deploy/crds/*.yaml)
     kubectl apply --server-side "${files[@]/#/--filename=}" &&

@@ -184,6 +184,11 @@ e2e_tools() {
     go_cached "$(go_key e2e)" "the tools of hack/e2e.sh" "about five minutes" go_build_kubernetes e2e
 }
 
+# kind_tools: prints a directory with what hack/tools/kind builds: kind, kubeadm and crictl. Fails like go_cached.
+kind_tools() {
+    go_cached "$(go_key kind)" kind "about a minute" go_build_kubernetes kind
+}
+
 # build_kubernetes DIRECTORY: the builder of kubernetes_tools.
 build_kubernetes() {
     go_build_kubernetes kubernetes "$1" || return 1

@@ -154,12 +154,14 @@ go_module() {
     (cd "$repo/hack/tools/$1" && go mod download "$2" >&2 && go list -m -f '{{.Dir}}' "$2")
 }
 
+# Debug information costs a quarter of the time, and the linker drops it.
+go_flags=(-mod=readonly -trimpath -buildvcs=false -gcflags=all=-dwarf=false)
+
 # go_build NAME DIRECTORY [LDFLAGS]: builds the tools of hack/tools/NAME at the versions of its
 # go.mod.
 go_build() {
-    # Debug information costs a quarter of the time, and the linker drops it.
-    (cd "$repo/hack/tools/$1" && CGO_ENABLED=0 go build -mod=readonly -trimpath -buildvcs=false \
-        -gcflags=all=-dwarf=false -ldflags "-s -w ${3:-}" -o "$2/" tool)
+    (cd "$repo/hack/tools/$1" &&
+        CGO_ENABLED=0 go build "${go_flags[@]}" -ldflags "-s -w ${3:-}" -o "$2/" tool)
 }
 
 # go_tool NAME: prints the path of the tool NAME, built from hack/tools/NAME.

@@ -186,8 +186,14 @@ volumes_are_gone() {
     [[ -z $rest ]]
 }
 
-# load_image ARCHIVE: imports an image (hack/oci.sh) into containerd of the node. A script brings what it alone needs.
-load_image() { quietly on_node ctr --namespace k8s.io images import "$1"; }
+# load_image ARCHIVE: moves an image (hack/oci.sh) into containerd of the node. A script brings what it alone needs.
+load_image() {
+    quietly on_node ctr --namespace k8s.io images import "$1"
+    rm "${1%.tar}".{tar,digest}
+}
+
+# has_ended NAMESPACE POD: whether a pod has ended, with or without success.
+has_ended() { [[ $(kubectl -n "$1" get pod "$2" -o jsonpath='{.status.phase}') =~ ^(Succeeded|Failed)$ ]]; }
 
 passed=0 failed=0
 

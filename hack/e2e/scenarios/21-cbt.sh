@@ -35,13 +35,11 @@ spec:
       $devices
   $volumes
 END
-    eventually ended "$pod" || return 1
+    eventually has_ended "$namespace" "$pod" || return 1
     kubectl -n "$namespace" logs "$pod"
     phase=$(kubectl -n "$namespace" get pod "$pod" -o jsonpath='{.status.phase}')
     [[ $phase == Succeeded ]]
 }
-
-ended() { [[ $(kubectl -n "$namespace" get pod "$1" -o jsonpath='{.status.phase}') =~ ^(Succeeded|Failed)$ ]]; }
 
 # lists POD EXPECTED ARGUMENT...: whether the lister prints these extents, adjacent ones joined.
 lists() {
@@ -76,7 +74,6 @@ step "images, a namespace, the rights of a backup application"
 for tool in snapshot-metadata-lister snapshot-metadata-verifier; do
     program_image "$e2e/tools/$tool" "localhost/$tool:e2e" "$tool"
     load_image "$e2e/images/$tool.tar"
-    rm "$e2e/images/$tool.tar"
 done
 apply <<END
 apiVersion: v1

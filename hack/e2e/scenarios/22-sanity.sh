@@ -53,7 +53,7 @@ spec:
       hostPath: {path: $directory, type: Directory}
 END
     # Both ends of the pod are an answer; the report says which.
-    eventually ended "$access"
+    eventually has_ended csi-sanity "$access"
     on_node cat "$report" >"$e2e/sanity.json"
     report_is_complete "$e2e/sanity.json" || {
         kubectl -n csi-sanity logs "$access" --tail=40
@@ -61,14 +61,11 @@ END
     }
 }
 
-ended() { [[ $(kubectl -n csi-sanity get pod "$1" -o jsonpath='{.status.phase}') =~ ^(Succeeded|Failed)$ ]]; }
-
 unexpected=0
 total=(0 0 0)
 step "an image with csi-sanity"
 program_image "$(go_tool csi-sanity)" "$image" csi-sanity
 load_image "$e2e/images/csi-sanity.tar"
-rm "$e2e/images/csi-sanity.tar"
 quietly kubectl create namespace csi-sanity
 for access in mount block; do
     step "volumes of type $access"
@@ -86,4 +83,4 @@ for access in mount block; do
     done
 done
 rm -f "$e2e/sanity.json"
-count csi-sanity "${total[0]}" $((total[1] + unexpected)) "${total[2]}"
+count csi-sanity "${total[0]}" $((total[1] + unexpected)) $((total[2] - unexpected))

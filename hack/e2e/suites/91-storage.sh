@@ -42,7 +42,6 @@ build_suite() { # build_suite DIRECTORY
 load() {
     oci_image "$e2e/images/suite.tar" "$@"
     load_image "$e2e/images/suite.tar"
-    rm "$e2e/images/suite".*
 }
 
 # names PATTERN: the images of the suite whose names match.

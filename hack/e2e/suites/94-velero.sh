@@ -27,7 +27,7 @@ image() { # image NAME ENTRYPOINT: an image with the files of $work/root, on the
     oci_layer "$work/root" "$work/layer"
     oci_image "$work/image.tar" "$1" "{\"Entrypoint\": $2}" "$work/layer"
     load_image "$work/image.tar"
-    rm -r "$work/root" "$work/layer" "$work/image.tar"
+    rm -r "$work/root" "$work/layer"
 }
 
 # s3_server: keeps its objects in memory.

@@ -36,6 +36,13 @@ pub fn hit(name: &'static str) -> std::io::Result<()> {
 #[cfg(feature = "failpoints")]
 pub use injected::watch;
 
+/// Disables all points on the current thread: what it does in the background is no step of an
+/// operation.
+pub fn skip_on_this_thread() {
+    #[cfg(feature = "failpoints")]
+    injected::skip_on_this_thread();
+}
+
 /// Lets unit tests fail the points of the current thread, with or without the feature.
 #[cfg(test)]
 pub mod in_tests {
@@ -65,6 +72,7 @@ pub mod in_tests {
 
 #[cfg(feature = "failpoints")]
 mod injected {
+    use std::cell::Cell;
     use std::fs::{self, File};
     use std::io::{self, Write};
     use std::path::PathBuf;
@@ -73,6 +81,10 @@ mod injected {
     use std::time::Duration;
 
     use nix::sys::signal::{Signal, raise};
+
+    thread_local! {
+        static SKIPPED: Cell<bool> = const { Cell::new(false) };
+    }
 
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     static PROGRESS: Mutex<Progress> = Mutex::new(Progress { plan: String::new(), met: 0 });
@@ -89,9 +101,13 @@ mod injected {
         let _ = DIRECTORY.set(directory);
     }
 
+    pub fn skip_on_this_thread() {
+        SKIPPED.set(true);
+    }
+
     /// Reaches a fail point whose errors are `io::Error`.
     pub fn hit(name: &'static str) -> io::Result<()> {
-        let Some(directory) = DIRECTORY.get() else { return Ok(()) };
+        let Some(directory) = DIRECTORY.get().filter(|_| !SKIPPED.get()) else { return Ok(()) };
         let mut progress = PROGRESS.lock().unwrap_or_else(PoisonError::into_inner);
         let plan = fs::read_to_string(directory.join("plan")).unwrap_or_default();
         if plan != progress.plan {

@@ -375,6 +375,10 @@ impl Checker<'_> {
             let path = directory.path(self.pool.root());
             let listing = || format!("listing {}", path.display());
             let place = name_of(&path);
+            let suffix = match directory {
+                Directory::Snapshots => pool::CLONE_AHEAD_SUFFIX,
+                Directory::Volumes | Directory::Records => "",
+            };
             let entries = match fs::read_dir(&path) {
                 Ok(entries) => entries,
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
@@ -390,7 +394,7 @@ impl Checker<'_> {
                 if removals.contains(&file) {
                     let message = "scheduled for removal; start the driver to remove it";
                     self.find(FindingKind::Unfinished, &file, message);
-                } else if !known.contains(&name) {
+                } else if !known.contains(name.strip_suffix(suffix).unwrap_or(&name)) {
                     self.find(
                         FindingKind::Orphan,
                         &file,

@@ -7,6 +7,7 @@
 //! | [`pool`] | the backing files: storing, cloning and comparing them |
 //! | `volume`, `attachment` | the life cycle of a volume; its use on this node |
 //! | `take_snapshot`, `point_in_time`, `snapshot`, `group` | taking snapshots with change records |
+//! | `clone_ahead` | cloning a snapshot in the background for the next one |
 //! | `base` | how long a snapshot can be the base of a delta |
 //! | [`tracker`], [`extents`] | change records; the comparison rule that fills them |
 //! | `catalog`, `store`, `locks` | rows, files, and the locks on objects |
@@ -23,6 +24,7 @@ mod attachment;
 mod base;
 pub(crate) mod catalog;
 pub mod check;
+mod clone_ahead;
 mod command;
 mod deferral;
 mod details;
@@ -68,6 +70,7 @@ use nix::fcntl::{Flock, FlockArg};
 use tracing::{info, warn};
 
 use catalog::{Catalog, ReleaseReserve};
+use clone_ahead::ClonesAhead;
 use error::Context;
 use freeze_guard::Guard;
 use locks::Locks;
@@ -172,6 +175,7 @@ impl Backend {
         let store = Store {
             catalog: Catalog::open(&catalog_path(pool.root()), release_reserve(&pool))?,
             max_volume_bytes: largest_file(pool.as_ref()),
+            clones_ahead: ClonesAhead::start(pool.clone())?,
             pool,
             pool_reason: opened.reason,
             locks: Locks::default(),

@@ -110,7 +110,9 @@ pub fn copy_all(store: &Store, copies: &[CopyJob<'_>]) -> Result<Copied> {
         reach("copy.made")?;
     }
     for (copy, _) in &written {
-        timed(&mut durations.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
+        timed(&mut durations.pre_clone, || {
+            pool.pre_clone(copy.source, copy.target, &mut || Ok(()))
+        })?;
         reach("copy.begun")?;
     }
     // Sync before the freeze, to keep the freeze short.

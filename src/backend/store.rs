@@ -1,13 +1,14 @@
 //! The shared state of all operations: pool, catalog, locks and file names.
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Config;
 use super::catalog::{Catalog, ReadTx, SnapshotFile};
+use super::clone_ahead::ClonesAhead;
 use super::error::{Context, Error, Kind, Result};
 use super::freeze_guard::Guard;
 use super::locks::Locks;
@@ -35,6 +36,7 @@ pub struct Store {
     pub crash_consistent: AtomicU64,
     /// Lost writes that are not recorded in the catalog.
     pub unrecorded: Unrecorded,
+    pub clones_ahead: ClonesAhead,
     /// Thaws filesystems if this process is killed.
     pub freeze_guard: Arc<Guard>,
     /// Excludes other instances while it is open.
@@ -54,16 +56,27 @@ impl Store {
         self.pool.record_path(id, generation)
     }
 
+    /// The clone made ahead from a snapshot for the next one.
+    pub fn clone_ahead_path(&self, snapshot_id: &str) -> PathBuf {
+        self.pool.clone_ahead_path(snapshot_id)
+    }
+
     /// Removes a file that the catalog no longer refers to.
     pub fn remove(&self, file: SnapshotFile) -> Result<()> {
-        pool::remove(&self.path_of(&file))?;
-        self.catalog.note_removal(file);
-        Ok(())
+        self.remove_with(file, pool::remove)
     }
 
     /// Like [`Self::remove`], but waits until the blocks are free.
     pub fn remove_and_free(&self, file: SnapshotFile) -> Result<()> {
-        pool::remove_and_free(&self.path_of(&file))?;
+        self.remove_with(file, pool::remove_and_free)
+    }
+
+    fn remove_with(&self, file: SnapshotFile, remove: fn(&Path) -> Result<()>) -> Result<()> {
+        if let SnapshotFile::Data { id } = &file {
+            // The clone shares the blocks of the data.
+            self.clones_ahead.remove(&self.clone_ahead_path(id), remove)?;
+        }
+        remove(&self.path_of(&file))?;
         self.catalog.note_removal(file);
         Ok(())
     }

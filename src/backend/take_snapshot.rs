@@ -1,7 +1,8 @@
 //! Takes snapshots with change records, of one volume or of several at the same time.
 //!
 //! ```text
-//! intent (catalog) → copy → flush, make immutable → record → commit (catalog) → remove old baselines
+//! intent (catalog) → copy → flush, make immutable → record → commit (catalog)
+//!   → remove old baselines → begin clones for the next snapshots
 //! ```
 //!
 //! Before the commit nothing refers to the new files, and [`undo`] removes them; start-up does the
@@ -83,14 +84,17 @@ pub fn take(
         }
     })?;
     let mut times = StepTimes::default();
-    let taken = copy_and_record(store, rows, &mut times)
-        .and_then(|members| timed(&mut times.commit, || commit(store, members, group.as_ref())));
+    let taken = copy_and_record(store, rows, &mut times).and_then(|members| {
+        let committed = timed(&mut times.commit, || commit(store, &members, group.as_ref()))?;
+        Ok((members, committed))
+    });
     match taken {
-        Ok((snapshots, unneeded)) => {
+        Ok((members, (snapshots, unneeded))) => {
             times.log(&snapshots);
             let unfrozen = snapshots.iter().filter(|snapshot| snapshot.crash_consistent).count();
             store.crash_consistent.fetch_add(unfrozen as u64, Ordering::Relaxed);
             remove_data(store, &unneeded);
+            members.into_iter().for_each(|member| clone_ahead(store, member));
             Ok(snapshots)
         }
         Err(cause) => {
@@ -112,7 +116,7 @@ fn copy_and_record(
     let mut members = Vec::with_capacity(rows.len());
     for (volume, snapshot) in rows {
         let source = store.open_volume(&volume)?;
-        let target = pool::new_file(&store.snapshot_path(&snapshot.id))?;
+        let target = target(store, &volume, &snapshot)?;
         store.pool.adopt(&target)?;
         target
             .set_len(volume.capacity_bytes)
@@ -141,6 +145,23 @@ fn copy_and_record(
     }
     timed(&mut times.record, || pool::sync_directory(&Directory::Records.path(store.pool.root())))?;
     Ok(members)
+}
+
+/// The file of a new snapshot: the clone made ahead, or else an empty file.
+fn target(store: &Store, volume: &Volume, snapshot: &Snapshot) -> Result<File> {
+    let path = store.snapshot_path(&snapshot.id);
+    let ahead = match &volume.baseline {
+        Some(baseline) => store.clones_ahead.claim(&store.clone_ahead_path(baseline), &path)?,
+        None => None,
+    };
+    ahead.map_or_else(|| pool::new_file(&path), Ok)
+}
+
+/// Begins to clone a new baseline for the next snapshot.
+fn clone_ahead(store: &Store, Member { volume, snapshot, target, .. }: Member) {
+    if volume.change_tracking && store.pool.clones_atomically() {
+        store.clones_ahead.begin(target, store.clone_ahead_path(&snapshot.id));
+    }
 }
 
 /// Makes a copy durable and immutable.
@@ -221,14 +242,15 @@ fn baseline(store: &Store, volume: &Volume) -> Result<Result<(Snapshot, File), C
 /// baselines whose data is no longer needed.
 fn commit(
     store: &Store,
-    members: Vec<Member>,
+    members: &[Member],
     group: Option<&Group>,
 ) -> Result<(Vec<Snapshot>, Vec<Snapshot>)> {
     let reading = store.catalog.read()?;
     let mut snapshots = Vec::with_capacity(members.len());
     let mut volumes = Vec::with_capacity(members.len());
     let mut unneeded = Vec::new();
-    for Member { mut volume, mut snapshot, .. } in members {
+    for Member { volume, snapshot, .. } in members {
+        let (mut volume, mut snapshot) = (volume.clone(), snapshot.clone());
         if let Some(previous) = &volume.baseline
             && let Some(mut previous) = reading.get::<Snapshot>(previous)?
             && matches!(

@@ -245,6 +245,9 @@ pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
         LoopDevice::detach_all(&backing)?;
     }
     pool::remove(&path)?;
+    if let Some(baseline) = &volume.baseline {
+        store.clones_ahead.remove(&store.clone_ahead_path(baseline), pool::remove)?;
+    }
     // No further snapshot will need the baseline.
     let mut rows = store.catalog.read()?.snapshots_of(&volume.id)?;
     rows.retain(|row| row.phase != SnapshotPhase::Ready && row.has_data);

@@ -3,6 +3,7 @@
 
 mod attachment;
 mod bases;
+mod clone_ahead;
 mod corruption;
 mod earlier_versions;
 mod failures;

@@ -3,9 +3,12 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use csi_loopback::proto::csi::v1 as csi;
 
 use crate::calls::Capability;
@@ -23,6 +26,9 @@ const ENOUGH_SMALL: Duration = Duration::from_secs(300);
 
 /// Blocks of 4 KiB written between two snapshots.
 const WRITTEN: usize = 500;
+
+/// The driver clones no snapshots with fewer extents.
+const CLONED_EXTENTS: u32 = 128;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let size: u64 = options.pick(2 << 30, 64 << 20);
@@ -72,6 +78,22 @@ impl Month {
     }
 }
 
+/// Waits until the driver has cloned a snapshot of a full volume for the next one, for which an hour
+/// is enough.
+fn wait_for_clone(snapshot: &Path) -> Result<()> {
+    if kernel::extents(&File::open(snapshot)?)? < CLONED_EXTENTS {
+        return Ok(());
+    }
+    let mut clone = snapshot.to_owned();
+    clone.as_mut_os_string().push(".next");
+    let begun = Instant::now();
+    while !clone.metadata().is_ok_and(|clone| clone.blocks() * 512 >= clone.len()) {
+        ensure!(begun.elapsed() < Duration::from_secs(600), "no clone of {}", snapshot.display());
+        sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
 fn month(options: Options, size: u64, block_size: u64, longest: Duration) -> Result<Month> {
     let rounds = options.pick(720, 12);
     let driver =
@@ -91,14 +113,18 @@ fn month(options: Options, size: u64, block_size: u64, longest: Duration) -> Res
         let blocks = Random(round).distinct(options.pick(WRITTEN, 100), size / 4096);
         writer::change(&device, &blocks, round)?;
         let begun = Instant::now();
-        kept.push_back(driver.snapshot(&format!("hour-{round}"), &volume)?);
+        let snapshot_id = driver.snapshot(&format!("hour-{round}"), &volume)?;
         month.times.push(begun.elapsed());
+        let newest = driver.pool.snapshot(&snapshot_id);
+        kept.push_back(snapshot_id);
         month.extents[usize::from(round >= 10)] = kernel::extents(&file)?;
         if kept.len() > KEPT
             && let Some(snapshot_id) = kept.pop_front()
         {
             driver.call(csi::DeleteSnapshotRequest { snapshot_id, ..Default::default() })?;
         }
+        // Meanwhile XFS frees the deleted one.
+        wait_for_clone(&newest)?;
     }
     Ok(month)
 }

@@ -3,7 +3,7 @@
 //! by id:
 //!
 //! ```text
-//! catalog.redb   volumes/<volume>   snapshots/<snapshot>   records/<snapshot>.<generation>
+//! catalog.redb   volumes/<volume>   snapshots/<snapshot>[.next]   records/<snapshot>.<generation>
 //! ```
 
 mod copy;
@@ -34,6 +34,9 @@ pub use copy::CopyPool;
 use image::Purpose;
 pub use image::{Image, MAX_BLOCK_SIZE};
 pub use reflink::ReflinkPool;
+
+/// The end of the names of clones made ahead.
+pub const CLONE_AHEAD_SUFFIX: &str = ".next";
 
 const MARKER: &str = "pool.json";
 const MARKER_VERSION: u32 = 1;
@@ -153,8 +156,14 @@ pub trait Pool: fmt::Debug + Send + Sync {
     fn adopt(&self, file: &File) -> Result<()>;
 
     /// The part of a clone that is done while `source` is written to. It makes [`Pool::clone`]
-    /// shorter. `target` is new and as large as `source`.
-    fn pre_clone(&self, source: &File, target: &File) -> Result<()>;
+    /// shorter. `target` is at least as large as `source`. After each step, `after_step` decides
+    /// whether to continue.
+    fn pre_clone(
+        &self,
+        source: &File,
+        target: &File,
+        after_step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()>;
 
     /// Makes `target` equal to `source`. The caller has stopped the writers of `source`, unless the
     /// clone is atomic ([`Pool::clones_atomically`]).
@@ -182,6 +191,10 @@ impl dyn Pool + '_ {
 
     pub fn snapshot_path(&self, id: &str) -> PathBuf {
         Directory::Snapshots.path(self.root()).join(id)
+    }
+
+    pub fn clone_ahead_path(&self, snapshot_id: &str) -> PathBuf {
+        self.snapshot_path(&format!("{snapshot_id}{CLONE_AHEAD_SUFFIX}"))
     }
 
     pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {

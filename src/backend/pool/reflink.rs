@@ -142,12 +142,18 @@ impl Pool for ReflinkPool {
     }
 
     /// Shares the current blocks of `source` in steps.
-    fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
+    fn pre_clone(
+        &self,
+        source: &File,
+        target: &File,
+        after_step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
         let size = source.metadata().context(cloning)?.len();
         extents::data_ranges(source, size, STEP_EXTENTS, STEP_BYTES, |range| {
             sys::clone_range(target, source, range.start, range.end - range.start)
                 .context(cloning)?;
-            reach("copy.part_shared")
+            reach("copy.part_shared")?;
+            after_step()
         })
     }
 

@@ -5,8 +5,9 @@
 # changed blocks of the second one like a backup application: with ServiceAccount tokens, and in
 # snapshot sessions.
 #
-# It continues where an earlier run ended, and keeps the cluster; --delete deletes it. It needs
-# docker, kind, kubectl and go, and does not change your kubectl configuration.
+# It continues where an earlier run ended, and keeps the cluster. --delete deletes it with its loop
+# devices, which are this machine's and remain after `kind delete cluster` alone. It needs docker,
+# kind, kubectl and go, and does not change your kubectl configuration.
 #
 # KIND_CLUSTER   name of the cluster (csi-loopback)
 # KIND_IMAGE     node image of kind (kind's default); hack/kind-node.sh builds one

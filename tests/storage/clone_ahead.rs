@@ -21,24 +21,34 @@ struct Fragmented {
 impl Fragmented {
     /// A volume with many extents and a snapshot of it.
     fn new(pool: &mut Pool) -> Self {
-        let volume = pool.volume("v", 8 * MIB);
+        Self::with(pool, 8 * MIB, WRITTEN)
+    }
+
+    fn with(pool: &mut Pool, bytes: u64, written: u64) -> Self {
+        let volume = pool.volume("v", bytes);
         let attached = pool.attach(&volume.id);
-        let content = vec![0; (8 * MIB) as usize];
+        let content = vec![0; bytes as usize];
         let first = pool.snapshot("empty", &volume);
         let mut made = Self { volume, attached, content, first };
-        for number in 0..WRITTEN {
-            made.write(2 * number, number);
-        }
+        made.write_all((0..written).map(|number| 2 * number), 1);
         let empty = std::mem::replace(&mut made.first, pool.snapshot("first", &made.volume));
         pool.backend().delete_snapshot(&empty.id).unwrap();
         made
     }
 
     fn write(&mut self, block: u64, seed: u64) {
-        let bytes = pattern(seed, BLOCK as usize);
-        write_direct(&self.attached.target, block * BLOCK, &bytes);
-        let start = (block * BLOCK) as usize;
-        self.content[start..start + bytes.len()].copy_from_slice(&bytes);
+        self.write_all([block], seed);
+    }
+
+    fn write_all(&mut self, blocks: impl IntoIterator<Item = u64>, seed: u64) {
+        let device = File::options().write(true).open(&self.attached.target).unwrap();
+        for block in blocks {
+            let bytes = pattern(seed + block, BLOCK as usize);
+            device.write_all_at(&bytes, block * BLOCK).unwrap();
+            let start = (block * BLOCK) as usize;
+            self.content[start..start + bytes.len()].copy_from_slice(&bytes);
+        }
+        device.sync_all().unwrap();
     }
 
     /// Overwrites a block, fills a hole and makes one. Returns the blocks.
@@ -133,6 +143,19 @@ fn snapshots_in_a_row_are_exact() {
     });
 }
 
+#[test]
+fn a_snapshot_stops_the_clone_that_it_takes() {
+    with_pool(PoolKind::Reflink, |pool| {
+        let mut volume = Fragmented::with(pool, 64 * MIB, 8000);
+        let mut base = volume.first.clone();
+        for round in 1..6 {
+            let changed: Vec<u64> = (0..250).map(|number| 64 * number + 2 * round).collect();
+            volume.write_all(changed.iter().copied(), round << 32);
+            base = volume.check_next(pool, &base, &format!("s-{round}"), &changed);
+        }
+    });
+}
+
 /// As after a crash or a power loss.
 #[test]
 fn a_clone_made_ahead_may_have_any_content() {
@@ -214,12 +237,11 @@ fn an_unused_clone_ends_with_its_snapshot() {
     });
 }
 
-/// A deletion right after a snapshot stops the clone.
+/// A deletion stops a clone that waits, or that is being made.
 #[test]
 fn a_deleted_volume_leaves_no_clone() {
     with_pool(PoolKind::Reflink, |pool| {
-        let volume = Fragmented::new(pool);
-        pool.detach(&volume.attached);
+        let volume = Fragmented::with(pool, 64 * MIB, 8000);
         for round in 0..20 {
             let source = csi_loopback::backend::Source::Snapshot(volume.first.id.clone());
             let request =
@@ -230,7 +252,7 @@ fn a_deleted_volume_leaves_no_clone() {
             pool.backend().delete_volume(&copy.id).unwrap();
             pool.backend().delete_snapshot(&snapshot.id).unwrap();
         }
-        // The worker may have been about to create one.
+        wait_for_clone(pool, &volume.first);
         std::thread::sleep(Duration::from_millis(100));
         let names: Vec<_> = fs::read_dir(pool.data_dir().join("snapshots")).unwrap().collect();
         assert!(names.len() <= 2, "the first snapshot and its clone: {names:?}");

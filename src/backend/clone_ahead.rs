@@ -158,8 +158,7 @@ impl Job {
         }
         check_room(pool)?;
         let target = pool::new_file(&self.path)?;
-        pool.adopt(&target)?;
-        target.set_len(bytes).context(|| format!("sizing {}", self.path.display()))?;
+        pool.prepare_target(&target, bytes)?;
         let mut begun = Instant::now();
         pool.pre_clone(source, &target, &mut || {
             thread::sleep(begun.elapsed().min(MAX_PAUSE));

@@ -117,11 +117,7 @@ fn copy_and_record(
     for (volume, snapshot) in rows {
         let source = store.open_volume(&volume)?;
         let target = target(store, &volume, &snapshot)?;
-        store.pool.adopt(&target)?;
-        target
-            .set_len(volume.capacity_bytes)
-            .context(|| format!("sizing snapshot {:?}", snapshot.id))?;
-        reach("cut.sized")?;
+        store.pool.prepare_target(&target, volume.capacity_bytes)?;
         members.push(Member { volume, snapshot, source, target });
     }
     let copies: Vec<CopyJob<'_>> = members

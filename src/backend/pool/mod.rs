@@ -183,7 +183,7 @@ pub trait Pool: fmt::Debug + Send + Sync {
     ) -> Result<()>;
 }
 
-/// The paths of the files of a pool.
+/// The files of a pool.
 impl dyn Pool + '_ {
     pub fn volume_path(&self, id: &str) -> PathBuf {
         Directory::Volumes.path(self.root()).join(id)
@@ -195,6 +195,13 @@ impl dyn Pool + '_ {
 
     pub fn clone_ahead_path(&self, snapshot_id: &str) -> PathBuf {
         self.snapshot_path(&format!("{snapshot_id}{CLONE_AHEAD_SUFFIX}"))
+    }
+
+    /// Prepares the target of a clone of `bytes` bytes.
+    pub fn prepare_target(&self, target: &File, bytes: u64) -> Result<()> {
+        self.adopt(target)?;
+        target.set_len(bytes).context(|| "sizing the target of a clone".to_owned())?;
+        reach("cut.sized")
     }
 
     pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {

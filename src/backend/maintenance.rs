@@ -119,7 +119,7 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
     };
     volume.chain_break = reason;
     if let Some(row) = &baseline {
-        store.clones_ahead.remove(&store.clone_ahead_path(&row.id), pool::remove_and_free)?;
+        store.remove_clone_ahead(&row.id, pool::remove_and_free)?;
     }
     let unneeded = baseline
         .filter(|row| row.phase != SnapshotPhase::Ready)

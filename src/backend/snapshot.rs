@@ -131,7 +131,7 @@ pub fn collect(store: &Store, volume_id: &str) -> Result<()> {
         return Ok(());
     }
     for row in &rows {
-        pool::remove(&store.clone_ahead_path(&row.id))?;
+        store.remove_clone_ahead(&row.id, pool::remove)?;
         pool::remove(&store.snapshot_path(&row.id))?;
         pool::remove(&store.record_path(&row.id, row.record_generation))?;
     }

@@ -61,6 +61,15 @@ impl Store {
         self.pool.clone_ahead_path(snapshot_id)
     }
 
+    /// Removes the clone made ahead from a snapshot, if there is one, with `remove`.
+    pub fn remove_clone_ahead(
+        &self,
+        snapshot_id: &str,
+        remove: fn(&Path) -> Result<()>,
+    ) -> Result<()> {
+        self.clones_ahead.remove(&self.clone_ahead_path(snapshot_id), remove)
+    }
+
     /// Removes a file that the catalog no longer refers to.
     pub fn remove(&self, file: SnapshotFile) -> Result<()> {
         self.remove_with(file, pool::remove)
@@ -74,7 +83,7 @@ impl Store {
     fn remove_with(&self, file: SnapshotFile, remove: fn(&Path) -> Result<()>) -> Result<()> {
         if let SnapshotFile::Data { id } = &file {
             // The clone shares the blocks of the data.
-            self.clones_ahead.remove(&self.clone_ahead_path(id), remove)?;
+            self.remove_clone_ahead(id, remove)?;
         }
         remove(&self.path_of(&file))?;
         self.catalog.note_removal(file);

@@ -246,7 +246,7 @@ pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
     }
     pool::remove(&path)?;
     if let Some(baseline) = &volume.baseline {
-        store.clones_ahead.remove(&store.clone_ahead_path(baseline), pool::remove)?;
+        store.remove_clone_ahead(baseline, pool::remove)?;
     }
     // No further snapshot will need the baseline.
     let mut rows = store.catalog.read()?.snapshots_of(&volume.id)?;

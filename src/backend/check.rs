@@ -143,17 +143,13 @@ impl Checker<'_> {
 
     /// Opens a file of at least `bytes` bytes. Adds a finding and returns `None` if that fails.
     fn open(&mut self, path: &Path, object: &str, bytes: u64) -> Result<Option<File>> {
-        let file = match File::open(path) {
-            Ok(file) => file,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                self.find(
-                    FindingKind::MissingFile,
-                    object,
-                    format!("{} is missing; restore from a backup", name_of(path)),
-                );
-                return Ok(None);
-            }
-            Err(e) => return Err(Error::io(format!("opening {}", name_of(path)), e)),
+        let Some(file) = pool::open_file(path, false)? else {
+            self.find(
+                FindingKind::MissingFile,
+                object,
+                format!("{} is missing; restore from a backup", name_of(path)),
+            );
+            return Ok(None);
         };
         let found = length(&file)?;
         if found < bytes {
@@ -315,7 +311,7 @@ impl Checker<'_> {
         };
         let old = predecessor.and_then(|before| {
             let path = self.pool.snapshot_path(&before.id);
-            let file = File::open(path).ok()?;
+            let file = pool::open_file(&path, false).ok().flatten()?;
             // A truncated file has its own finding and proves nothing about this snapshot.
             let whole = length(&file).is_ok_and(|bytes| bytes >= before.capacity_bytes);
             whole.then_some((file, before.capacity_bytes))

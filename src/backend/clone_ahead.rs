@@ -97,7 +97,7 @@ impl ClonesAhead {
     }
 
     /// Waits until the worker no longer uses the clone at `path`: at most one step and pause.
-    fn stop(&self, path: &Path) {
+    pub fn stop(&self, path: &Path) {
         let job = lock(&self.jobs).remove(path);
         if let Some(job) = job {
             job.stopped.store(true, Ordering::Relaxed);

@@ -98,7 +98,7 @@ pub fn defect(
     if let Some(found) = &state.lost_pool {
         return Ok(Some(found.clone()));
     }
-    let backing = match store.open_volume(volume) {
+    let backing = match store.find_volume(volume) {
         Ok(backing) => backing,
         Err(Error::Damaged(message)) => {
             return abnormal(HealthProblem::BackingFileMissing, message);

@@ -1,6 +1,8 @@
 //! Background work: drops hidden baselines when the pool is nearly full, and drops expired change
 //! records of deleted snapshots.
 
+use std::sync::atomic::Ordering;
+
 use tracing::{info, warn};
 
 use super::catalog::SnapshotFile;
@@ -64,6 +66,7 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
 /// fails.
 fn drop_baselines(store: &Store) -> Result<()> {
     if !under_pressure(store.pool.room()?) {
+        store.needs_space.store(false, Ordering::Relaxed);
         return Ok(());
     }
     let mut hidden = Vec::new();
@@ -72,23 +75,31 @@ fn drop_baselines(store: &Store) -> Result<()> {
             hidden.push((since, volume.id));
         }
     }
-    if hidden.is_empty() {
-        return Ok(());
-    }
     // Blocks with pending writes in the page cache remain shared until writeback. Without it,
     // dropping a baseline would free nothing, and all baselines would be dropped. If it fails,
     // continue.
-    if let Err(error) = writeback::sync_mounted(store.pool.root()) {
+    if !hidden.is_empty()
+        && let Err(error) = writeback::sync_mounted(store.pool.root())
+    {
         warn!(%error, "failed to write back the pool before dropping baselines");
     }
     hidden.sort_unstable();
+    let mut are_used = false;
     for (_, volume_id) in hidden {
         if !under_pressure(store.pool.room()?) {
             break;
         }
         // An operation that holds the lock may free the baseline.
-        let Ok(_lock) = store.locks.try_lock([volume_id.as_str()]) else { continue };
+        let Ok(_lock) = store.locks.try_lock([volume_id.as_str()]) else {
+            are_used = true;
+            continue;
+        };
         let Some((_, volume)) = hidden_baseline(store, &volume_id)? else { continue };
+        // Dropping it would free nothing.
+        if volume.baseline.iter().any(|id| store.is_in_use(id).unwrap_or(false)) {
+            are_used = true;
+            continue;
+        }
         warn!(
             volume = volume.id,
             baseline = volume.baseline,
@@ -97,7 +108,31 @@ fn drop_baselines(store: &Store) -> Result<()> {
         );
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
+    let needs_space = under_pressure(store.pool.room()?);
+    if !store.needs_space.swap(needs_space, Ordering::Relaxed) && needs_space && are_used {
+        warn!(
+            "the pool is nearly full and every hidden baseline is in use: operations that use the data of a deleted \
+             snapshot stop"
+        );
+    }
     Ok(())
+}
+
+/// `Exhausted` if pods need the space of this snapshot: it is deleted, the pool is nearly full, and
+/// all data that can be dropped is in use. An operation that reads the data of a deleted snapshot,
+/// or prevents that it is dropped, calls this at every step: pods come first.
+pub fn check_need(store: &Store, snapshot_id: &str) -> Result<()> {
+    if !store.needs_space.load(Ordering::Relaxed) || !under_pressure(store.pool.room()?) {
+        return Ok(());
+    }
+    let row = store.catalog.read()?.get::<Snapshot>(snapshot_id)?;
+    if row.is_some_and(|row| row.phase == SnapshotPhase::Ready) {
+        return Ok(());
+    }
+    Err(Error::Exhausted(format!(
+        "stopped to free the data of the deleted snapshot {snapshot_id:?}, because the pool is nearly full and pods need \
+         the space; {FREE_SPACE_ADVICE}"
+    )))
 }
 
 /// The volume and the creation time of its baseline, if the baseline is a deleted snapshot.

@@ -60,10 +60,10 @@ mod volume;
 mod writeback;
 
 use std::fs::{self, File};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -141,7 +141,9 @@ fn lock_path(data_dir: &Path) -> PathBuf {
 /// Locks a data directory until the returned file is closed.
 fn lock_instance(data_dir: &Path) -> Result<Flock<File>> {
     let path = lock_path(data_dir);
-    let file = pool::new_file(&path)?;
+    let mut options = File::options();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    let file = options.open(&path).context(|| format!("opening {}", path.display()))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
         nix::Error::EWOULDBLOCK => Error::Precondition(format!(
             "{} is in use by another csi-loopback process; stop that process first",
@@ -182,6 +184,7 @@ impl Backend {
             freeze_guard: Guard::new(config.freeze_guard.clone()),
             config,
             crash_consistent: AtomicU64::new(0),
+            needs_space: AtomicBool::new(false),
             unrecorded: Default::default(),
             _instance_lock: instance_lock,
         };

@@ -16,7 +16,9 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem::{self, Frozen};
 use super::loop_device::LoopDevice;
+use super::maintenance;
 use super::model::{Access, Attachment, Mounted, Volume};
+use super::pool;
 use super::store::{Store, now};
 use super::writeback;
 
@@ -102,16 +104,21 @@ pub fn copy_all(store: &Store, copies: &[CopyJob<'_>]) -> Result<Copied> {
     // Clone the volume that cannot be frozen first, while the others are frozen.
     members.sort_by_key(|(_, writers)| !writers.keeps_writing());
     let pool = store.pool.as_ref();
+    // The locks on the volumes prevent that their baselines are dropped.
+    let may_continue = || {
+        let mut baselines = copies.iter().filter_map(|copy| copy.volume.baseline.as_ref());
+        baselines.try_for_each(|id| maintenance::check_need(store, id))
+    };
     let (written, idle): (Vec<_>, Vec<_>) =
         members.into_iter().partition(|(_, writers)| writers.may_write());
     // Their locks exclude writers, so one clone without a freeze is enough.
     for (copy, writers) in &idle {
-        clone_one(store, copy, writers, &mut durations)?;
+        clone_one(store, copy, writers, &may_continue, &mut durations)?;
         reach("copy.made")?;
     }
     for (copy, _) in &written {
         timed(&mut durations.pre_clone, || {
-            pool.pre_clone(copy.source, copy.target, &mut || Ok(()))
+            pool.pre_clone(copy.source, copy.target, &mut &may_continue)
         })?;
         reach("copy.begun")?;
     }
@@ -129,10 +136,14 @@ pub fn copy_all(store: &Store, copies: &[CopyJob<'_>]) -> Result<Copied> {
     let frozen = Frozen::freeze(&store.freeze_guard, mounted, deadline)?;
     let taken_at = now();
     for (copy, writers) in &written {
-        clone_one(store, copy, writers, &mut durations)?;
+        clone_one(store, copy, writers, &may_continue, &mut durations)?;
         reach("copy.made")?;
     }
     durations.frozen = frozen.thaw()?;
+    for CopyJob { volume, source, .. } in copies {
+        let what = format_args!("the backing file of volume {:?}", volume.id);
+        pool::check_length(source, what, volume.capacity_bytes)?;
+    }
     Ok(Copied { taken_at, durations, crash_consistent })
 }
 
@@ -203,21 +214,23 @@ fn clone_one(
     store: &Store,
     copy: &CopyJob<'_>,
     writers: &Writers,
+    may_continue: &impl Fn() -> Result<()>,
     durations: &mut Durations,
 ) -> Result<()> {
     let pool = store.pool.as_ref();
+    let clone = || pool.clone(copy.source, copy.target, &mut &*may_continue);
     let (Writers::Raw(device) | Writers::Unknown(device)) = writers else {
         timed(&mut durations.flush, || flush_writes(store, copy, writers))?;
-        return timed(&mut durations.clone, || pool.clone(copy.source, copy.target));
+        return timed(&mut durations.clone, clone);
     };
     if pool.clones_atomically() {
         timed(&mut durations.flush, || flush_writes(store, copy, writers))?;
-        return timed(&mut durations.clone, || pool.clone(copy.source, copy.target));
+        return timed(&mut durations.clone, clone);
     }
     for _ in 0..COPY_ATTEMPTS {
         timed(&mut durations.flush, || flush_writes(store, copy, writers))?;
         let Some(before) = device.write_counters()? else { continue };
-        timed(&mut durations.clone, || pool.clone(copy.source, copy.target))?;
+        timed(&mut durations.clone, clone)?;
         if device.write_counters()? == Some(before) {
             return Ok(());
         }

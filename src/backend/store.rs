@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Config;
@@ -37,6 +37,10 @@ pub struct Store {
     /// Lost writes that are not recorded in the catalog.
     pub unrecorded: Unrecorded,
     pub clones_ahead: ClonesAhead,
+    /// Whether pods need the space of deleted data that is in use ([`maintenance::check_need`]).
+    ///
+    /// [`maintenance::check_need`]: super::maintenance::check_need
+    pub needs_space: AtomicBool,
     /// Thaws filesystems if this process is killed.
     pub freeze_guard: Arc<Guard>,
     /// Excludes other instances while it is open.
@@ -102,38 +106,49 @@ impl Store {
         self.config.retention.as_secs()
     }
 
-    /// Opens the backing file of a volume for reading and writing.
+    /// Opens the backing file of a volume for reading and writing. `Damaged` if it is missing or
+    /// too short.
     pub fn open_volume(&self, volume: &Volume) -> Result<File> {
-        let path = self.volume_path(&volume.id);
-        File::options().read(true).write(true).open(&path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::NotFound => Error::Damaged(format!(
+        let file = self.find_volume(volume)?;
+        let what = format_args!("the backing file of volume {:?}", volume.id);
+        pool::check_length(&file, what, volume.capacity_bytes).map(|()| file)
+    }
+
+    /// Opens the backing file of a volume, which may be too short, for reading and writing.
+    pub fn find_volume(&self, volume: &Volume) -> Result<File> {
+        pool::open_file(&self.volume_path(&volume.id), true)?.ok_or_else(|| {
+            Error::Damaged(format!(
                 "the backing file of volume {:?} is missing; restore the volume from a backup",
                 volume.id
-            )),
-            _ => Error::io(format!("opening the backing file of {:?}", volume.id), e),
+            ))
         })
     }
 
-    /// Opens the data of a snapshot for reading.
+    /// Opens the data of a snapshot for reading. `Damaged` if it is missing or too short.
     pub fn open_snapshot(&self, snapshot: &Snapshot) -> Result<File> {
-        File::open(self.snapshot_path(&snapshot.id)).map_err(|e| match e.kind() {
-            std::io::ErrorKind::NotFound => Error::Damaged(format!(
-                "the data of snapshot {:?} is missing; run `pool check`",
-                snapshot.id
-            )),
-            _ => Error::io(format!("opening the data of {:?}", snapshot.id), e),
-        })
+        let id = &snapshot.id;
+        let file = pool::open_file(&self.snapshot_path(id), false)?.ok_or_else(|| {
+            Error::Damaged(format!("the data of snapshot {id:?} is missing; run `pool check`"))
+        })?;
+        let what = format_args!("the data of snapshot {id:?}");
+        pool::check_length(&file, what, snapshot.capacity_bytes).map(|()| file)
+    }
+
+    /// Whether an operation or another process has the data of a snapshot open. Ends the clone that
+    /// is made ahead from it.
+    pub fn is_in_use(&self, snapshot_id: &str) -> Result<bool> {
+        self.clones_ahead.stop(&self.clone_ahead_path(snapshot_id));
+        pool::has_users(&self.snapshot_path(snapshot_id))
     }
 
     /// Opens the change record of a snapshot and checks that it matches the row.
     pub fn open_record(&self, snapshot: &Snapshot) -> Result<Arc<RecordReader>> {
         let path = self.record_path(&snapshot.id, snapshot.record_generation);
-        let file = File::open(&path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::NotFound => Error::Damaged(format!(
+        let file = pool::open_file(&path, false)?.ok_or_else(|| {
+            Error::Damaged(format!(
                 "the change record of {:?} is missing; take a full backup and run `pool check`",
                 snapshot.id
-            )),
-            _ => Error::io(format!("opening the change record of {:?}", snapshot.id), e),
+            ))
         })?;
         let record = RecordReader::open(file)?;
         let header = record.header();
@@ -155,7 +170,7 @@ impl Store {
 
     /// The loop device of a volume, if it is attached.
     pub fn device_of(&self, volume: &Volume) -> Result<Option<LoopDevice>> {
-        let backing = self.open_volume(volume)?;
+        let backing = self.find_volume(volume)?;
         Ok(LoopDevice::find(&backing)?.into_iter().next())
     }
 }

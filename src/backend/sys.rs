@@ -13,7 +13,8 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use linux_raw_sys::general::{
-    __NR_cachestat, FS_XFLAG_COWEXTSIZE, cachestat, cachestat_range, file_clone_range, fsxattr,
+    __NR_cachestat, F_SETSIG, FS_XFLAG_COWEXTSIZE, cachestat, cachestat_range, file_clone_range,
+    fsxattr,
 };
 use linux_raw_sys::ioctl as nr;
 use linux_raw_sys::loop_device::{
@@ -153,6 +154,18 @@ pub fn inode_flags(file: &File) -> io::Result<u32> {
 pub fn set_inode_flags(file: &File, flags: u32) -> io::Result<()> {
     let mut flags = c_long::from(flags);
     ioctl_struct(file, nr::FS_IOC_SETFLAGS, &mut flags).map(drop)
+}
+
+/// Takes a write lease on a file, which lasts until it is closed. EAGAIN if any other descriptor, in
+/// any process or of a loop device, has the file open (fcntl(2); exact since Linux 5.3). Meanwhile
+/// another open waits.
+pub fn lease(file: &File) -> io::Result<()> {
+    let fd = file.as_raw_fd();
+    // By default an open that waits sends SIGIO, which would end this process. SIGURG is ignored.
+    // SAFETY: both commands take an integer.
+    check(unsafe { libc::fcntl(fd, F_SETSIG as c_int, libc::SIGURG) })?;
+    // SAFETY: as above.
+    check(unsafe { libc::fcntl(fd, libc::F_SETLEASE, c_int::from(libc::F_WRLCK)) }).map(drop)
 }
 
 /// The extended inode flags (`FS_XFLAG_…`).

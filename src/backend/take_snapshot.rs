@@ -18,6 +18,7 @@ use super::catalog::SnapshotFile;
 use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
+use super::maintenance;
 use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::point_in_time::{self, CopyJob, Durations, timed};
 use super::pool::{self, Directory};
@@ -190,8 +191,14 @@ fn record(store: &Store, member: &Member, times: &mut StepTimes) -> Result<Prede
     );
     let path = store.record_path(&snapshot.id, snapshot.record_generation);
     let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
+    reach("cut.comparing")?;
     let old = baseline.as_ref().map(|(baseline, file)| (file, baseline.capacity_bytes));
+    let hidden = baseline.iter().find(|(row, _)| row.phase != SnapshotPhase::Ready);
+    let hidden = hidden.map(|(row, _)| row.id.as_str());
     let mut report = |finding: Finding| {
+        if let Some(id) = hidden {
+            maintenance::check_need(store, id)?;
+        }
         let range = BlockRange::covering(finding.start..finding.end);
         if finding.allocated {
             writer.set(Bitmap::Allocated, range)?;
@@ -205,6 +212,10 @@ fn record(store: &Store, member: &Member, times: &mut StepTimes) -> Result<Prede
         let new = (target, snapshot.capacity_bytes);
         store.pool.compare(old, new, volume.change_precision, &mut report)
     })?;
+    // The extent map of a truncated baseline looks like zeros: changes would be missing.
+    if let Some((row, file)) = &baseline {
+        pool::check_length(file, format_args!("the data of {:?}", row.id), row.capacity_bytes)?;
+    }
     timed(&mut times.record, || writer.finish())?;
     Ok(predecessor)
 }

@@ -67,6 +67,8 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         chain_break: ChainBreak::First,
         lost_writes: None,
     };
+    // A deletion by this id, which a list of files shows, must not remove the file meanwhile.
+    let _id_lock = store.locks.try_lock([volume.id.as_str()])?;
     store.catalog.write(|tx| tx.put(&volume).and_then(|()| tx.claim_name(&volume)))?;
     let ready = Volume { phase: Phase::Ready, ..volume.clone() };
     let made = make_file(store, &volume, source.as_ref())
@@ -104,7 +106,7 @@ fn same_or_taken(existing: Volume, request: &VolumeRequest) -> Result<Volume> {
     )))
 }
 
-/// The open source of a new volume. It can be deleted meanwhile.
+/// The open source of a new volume. A snapshot can be deleted meanwhile; its data remains.
 enum OpenSource {
     Snapshot(Box<Snapshot>, File),
     Volume(Box<Volume>, File),
@@ -200,8 +202,10 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
     let file = pool::new_file(&path)?;
     store.pool.adopt(&file)?;
     match source {
-        Some(OpenSource::Snapshot(_, source)) => {
-            store.pool.as_ref().clone(source, &file)?;
+        Some(OpenSource::Snapshot(snapshot, source)) => {
+            // The snapshot may be deleted meanwhile: its data remains while it is open.
+            let mut may_continue = || maintenance::check_need(store, &snapshot.id);
+            store.pool.copy(source, &file, snapshot.capacity_bytes, &mut may_continue)?;
             reach("volume.cloned")?;
         }
         Some(OpenSource::Volume(volume, source)) => {

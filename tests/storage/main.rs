@@ -18,4 +18,6 @@ mod lost_writes;
 mod oracle;
 mod pool_check;
 mod power_loss;
+#[cfg(feature = "failpoints")]
+mod readers;
 mod tracking;

@@ -14,13 +14,12 @@ mod in_use;
 mod publish;
 mod stage;
 
-use std::fs::File;
-use std::io;
 use std::path::Path;
 
 use super::error::{Error, Result};
 use super::filesystem::{self, Mount};
 use super::loop_device::LoopDevice;
+use super::pool;
 use super::store::Store;
 
 pub use in_use::{
@@ -41,10 +40,9 @@ fn is_mounted_at(path: &Path, device: &LoopDevice) -> Result<bool> {
 
 /// The device of a volume, even if its backing file was deleted.
 fn device_of(store: &Store, volume_id: &str) -> Result<Option<LoopDevice>> {
-    match File::open(store.volume_path(volume_id)) {
-        Ok(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => LoopDevice::find_deleted(volume_id),
-        Err(e) => Err(Error::io(format!("opening the backing file of {volume_id:?}"), e)),
+    match pool::open_file(&store.volume_path(volume_id), false)? {
+        Some(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
+        None => LoopDevice::find_deleted(volume_id),
     }
 }
 

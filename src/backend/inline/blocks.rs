@@ -1,7 +1,6 @@
 //! The storage of an inline volume in the pool: a file, its loop device and a filesystem.
 
 use std::fs::File;
-use std::io;
 
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
@@ -56,11 +55,7 @@ pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
 
 /// Opens the backing file in the pool, if it exists.
 fn open(store: &Store, row: &Inline, write: bool) -> Result<Option<File>> {
-    match File::options().read(true).write(write).open(store.volume_path(&row.id)) {
-        Ok(backing) => Ok(Some(backing)),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(format!("opening the backing file of {:?}", row.handle), e)),
-    }
+    pool::open_file(&store.volume_path(&row.id), write)
 }
 
 /// The problem of the backing file, if any.

@@ -13,8 +13,9 @@ use super::super::error::{Context, Error, Result};
 use super::super::extents::Finding;
 use super::super::fail_point::reach;
 use super::super::model::Precision;
+use super::super::store::length;
 use super::super::units::BLOCK_SIZE;
-use super::{Pool, PoolKind, Room, filesystem_room};
+use super::{Pool, PoolKind, Room, check_length, filesystem_room};
 
 /// Size of a single read, in bytes.
 const CHUNK: u64 = 1 << 20;
@@ -47,19 +48,22 @@ impl Pool for CopyPool {
         Ok(())
     }
 
-    /// In one step.
     fn pre_clone(
         &self,
         source: &File,
         target: &File,
         after_step: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        make_equal(source, target)?;
-        after_step()
+        make_equal(source, target, after_step)
     }
 
-    fn clone(&self, source: &File, target: &File) -> Result<()> {
-        make_equal(source, target)
+    fn clone(
+        &self,
+        source: &File,
+        target: &File,
+        after_step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        make_equal(source, target, after_step)
     }
 
     fn clones_atomically(&self) -> bool {
@@ -79,15 +83,20 @@ impl Pool for CopyPool {
 
 /// Copies the parts of `source` that differ from `target`, so a second call only costs changes.
 /// Holes remain holes.
-fn make_equal(source: &File, target: &File) -> Result<()> {
-    let size = source.metadata().context(copying)?.len();
+fn make_equal(
+    source: &File,
+    target: &File,
+    after_step: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
+    let size = length(source)?;
     target.set_len(size).context(copying)?;
-    let mut walk = Walk::new(Some(target), source, size);
+    let mut walk = Walk::new(Some((target, size)), (source, size));
     let (mut old, mut new) = (Buffer::new(), Buffer::new());
     while let Some(step) = walk.next_step()? {
         if step.in_new {
             let expected = new.read(source, step.start, step.end)?;
             if step.in_old && old.read(target, step.start, step.end)? == expected {
+                after_step()?;
                 continue;
             }
             target.write_all_at(expected, step.start).context(copying)?;
@@ -97,6 +106,7 @@ fn make_equal(source: &File, target: &File) -> Result<()> {
             fallocate(target, mode, start, length).context(copying)?;
         }
         reach("copy.part_made")?;
+        after_step()?;
     }
     Ok(())
 }
@@ -109,7 +119,7 @@ fn compare(
     let (new_file, size) = new;
     let old_file = old.map(|(file, _)| file);
     let old_size = old.map_or(0, |(_, size)| size);
-    let mut walk = Walk::new(old_file, new_file, size);
+    let mut walk = Walk::new(old, new);
     let (mut before, mut after) = (Buffer::new(), Buffer::new());
     while let Some(step) = walk.next_step()? {
         before.fill(old_file.filter(|_| step.in_old), step.start, step.end, old_size)?;
@@ -146,7 +156,9 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    fn new(old: Option<&'a File>, new: &'a File, size: u64) -> Self {
+    /// Each file with its size in bytes.
+    fn new(old: Option<(&'a File, u64)>, new: (&'a File, u64)) -> Self {
+        let (_, size) = new;
         Self { old: old.map(DataRanges::new), new: DataRanges::new(new), position: 0, size }
     }
 
@@ -174,12 +186,14 @@ impl<'a> Walk<'a> {
 /// The data ranges of a file (lseek SEEK_DATA and SEEK_HOLE). Caches the current range.
 struct DataRanges<'a> {
     file: &'a File,
+    /// Size of the file in bytes.
+    bytes: u64,
     data: Option<(u64, u64)>,
 }
 
 impl<'a> DataRanges<'a> {
-    fn new(file: &'a File) -> Self {
-        Self { file, data: None }
+    fn new((file, bytes): (&'a File, u64)) -> Self {
+        Self { file, bytes, data: None }
     }
 
     /// Whether there is data at `position`, and the end of that range, at most `size`.
@@ -200,11 +214,13 @@ impl<'a> DataRanges<'a> {
         }
     }
 
-    /// `None` at the end of the file.
+    /// `None` at the end of the file. A file that became shorter is damaged, not empty.
     fn seek(&self, from: u64, whence: Whence) -> Result<Option<u64>> {
         match lseek(self.file, from as i64, whence) {
             Ok(offset) => Ok(Some(offset as u64)),
-            Err(Errno::ENXIO) => Ok(None),
+            Err(Errno::ENXIO) => {
+                check_length(self.file, "a file of the pool", self.bytes).map(|()| None)
+            }
             Err(e) => Err(Error::io("searching for data", io::Error::from(e))),
         }
     }
@@ -336,7 +352,7 @@ mod tests {
                 block[0]
             })
             .collect();
-        let mut ranges = DataRanges::new(file);
+        let mut ranges = DataRanges::new((file, size));
         let data =
             (0..size / BLOCK_SIZE).map(|block| ranges.at(block * BLOCK_SIZE, size).unwrap().0);
         (blocks, data.collect())
@@ -359,9 +375,9 @@ mod tests {
                 reused.iter().flatten().for_each(|change| target.apply(change));
                 let target = target.file;
                 target.set_len(volume.size()).unwrap();
-                make_equal(&volume.file, &target).unwrap();
+                make_equal(&volume.file, &target, &mut || Ok(())).unwrap();
                 changes.iter().rev().for_each(|change| volume.apply(change));
-                make_equal(&volume.file, &target).unwrap();
+                make_equal(&volume.file, &target, &mut || Ok(())).unwrap();
 
                 let (bytes, data) = content(&target);
                 let expected: Vec<u8> = (0..volume.blocks.len()).map(|b| volume.byte(b)).collect();
@@ -406,10 +422,41 @@ mod tests {
         let mut volume = Model::new();
         volume.apply(&Change::Write(10, 600, 1));
         let target = File::from(memfd_create("copy", MFdFlags::MFD_ALLOW_SEALING).unwrap());
-        make_equal(&volume.file, &target).unwrap();
+        make_equal(&volume.file, &target, &mut || Ok(())).unwrap();
         fcntl(&target, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)).unwrap();
-        make_equal(&volume.file, &target).unwrap();
+        make_equal(&volume.file, &target, &mut || Ok(())).unwrap();
         volume.apply(&Change::Write(300, 1, 2));
-        assert!(make_equal(&volume.file, &target).is_err(), "the seal does not hold");
+        let copied = make_equal(&volume.file, &target, &mut || Ok(()));
+        assert!(copied.is_err(), "the seal does not hold");
+    }
+
+    /// Both reads of an empty file succeed: SEEK_DATA reports no data, which is what a hole looks
+    /// like.
+    #[test]
+    fn a_file_that_is_truncated_while_it_is_read_is_an_error() {
+        let model = || {
+            let mut model = Model::new();
+            (0..BLOCKS).step_by(2).for_each(|at| model.apply(&Change::Write(at, 1, 1)));
+            model
+        };
+        let (volume, target) = (model(), tempfile::tempfile().unwrap());
+        let mut steps = 0;
+        let copied = make_equal(&volume.file, &target, &mut || {
+            steps += 1;
+            if steps == 3 { volume.file.set_len(0).context(copying) } else { Ok(()) }
+        });
+        assert!(steps == 3 && copied.is_err(), "{steps}");
+
+        let [old, new] = [model(), model()];
+        for truncated in [&old, &new] {
+            let mut found = 0;
+            let compared =
+                compare(Some((&old.file, old.size())), (&new.file, new.size()), &mut |_| {
+                    found += 1;
+                    if found == 3 { truncated.file.set_len(0).context(copying) } else { Ok(()) }
+                });
+            assert!(found >= 3 && compared.is_err());
+            truncated.file.set_len(truncated.size()).unwrap();
+        }
     }
 }

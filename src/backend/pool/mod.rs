@@ -8,6 +8,7 @@
 
 mod copy;
 mod exact;
+mod files;
 mod host_filesystem;
 mod image;
 mod reflink;
@@ -15,8 +16,7 @@ mod reflink;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -27,10 +27,13 @@ use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
 use super::model::{Capacity, Condition, Precision};
-use super::sys;
 use super::units::BLOCK_SIZE;
 
 pub use copy::CopyPool;
+pub use files::{
+    check_length, has_users, is_immutable, new_file, open as open_file, remove, remove_and_free,
+    set_immutable, sync_directory,
+};
 use image::Purpose;
 pub use image::{Image, MAX_BLOCK_SIZE};
 pub use reflink::ReflinkPool;
@@ -166,8 +169,14 @@ pub trait Pool: fmt::Debug + Send + Sync {
     ) -> Result<()>;
 
     /// Makes `target` equal to `source`. The caller has stopped the writers of `source`, unless the
-    /// clone is atomic ([`Pool::clones_atomically`]).
-    fn clone(&self, source: &File, target: &File) -> Result<()>;
+    /// clone is atomic ([`Pool::clones_atomically`]). If it is not, `after_step` decides after each
+    /// step whether to continue.
+    fn clone(
+        &self,
+        source: &File,
+        target: &File,
+        after_step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()>;
 
     /// Whether [`Pool::clone`] is a point-in-time copy even with concurrent writes.
     fn clones_atomically(&self) -> bool;
@@ -195,6 +204,24 @@ impl dyn Pool + '_ {
 
     pub fn clone_ahead_path(&self, snapshot_id: &str) -> PathBuf {
         self.snapshot_path(&format!("{snapshot_id}{CLONE_AHEAD_SUFFIX}"))
+    }
+
+    /// Copies an immutable file of `bytes` bytes to a new one, in steps. After each step,
+    /// `after_step` decides whether to continue.
+    pub fn copy(
+        &self,
+        source: &File,
+        target: &File,
+        bytes: u64,
+        after_step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        target.set_len(bytes).context(|| "sizing the target of a copy".to_owned())?;
+        if self.clones_atomically() {
+            self.pre_clone(source, target, after_step)?;
+        }
+        self.clone(source, target, after_step)?;
+        // A clone of a truncated file succeeds.
+        check_length(source, "the source of a copy", bytes)
     }
 
     /// Prepares the target of a clone of `bytes` bytes.
@@ -459,83 +486,6 @@ impl Directory {
             Self::Records => "records",
         })
     }
-}
-
-/// Creates an empty file that only root can read. Truncates an existing file.
-pub fn new_file(path: &Path) -> Result<File> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path)
-        .context(|| format!("creating {}", path.display()))?;
-    reach("file.made").map(|()| file)
-}
-
-/// Makes the entries of a directory durable.
-pub fn sync_directory(path: &Path) -> Result<()> {
-    File::open(path)
-        .and_then(|directory| directory.sync_all())
-        .context(|| format!("flushing {}", path.display()))?;
-    reach("directory.flushed")
-}
-
-const IMMUTABLE: u32 = linux_raw_sys::general::FS_IMMUTABLE_FL;
-
-/// Sets or clears the immutable flag, which prevents even root from writing, defragmenting or
-/// exchanging extents. Does nothing on a filesystem that does not support it.
-pub fn set_immutable(file: &File, on: bool) -> Result<()> {
-    let change = sys::inode_flags(file).and_then(|flags| {
-        let wanted = if on { flags | IMMUTABLE } else { flags & !IMMUTABLE };
-        if wanted == flags { Ok(()) } else { sys::set_inode_flags(file, wanted) }
-    });
-    match change.as_ref().map_err(std::io::Error::raw_os_error) {
-        Err(Some(libc::ENOTTY | libc::EOPNOTSUPP)) => Ok(()),
-        _ => change.context(|| "setting the immutable flag".to_owned()),
-    }?;
-    reach("file.flag_set")
-}
-
-pub fn is_immutable(file: &File) -> Result<bool> {
-    let flags = sys::inode_flags(file).context(|| "reading inode flags".to_owned())?;
-    Ok(flags & IMMUTABLE != 0)
-}
-
-/// Removes a file, immutable or not, durably: otherwise its blocks could be reused before a power
-/// loss restores the file. Succeeds if the file does not exist. The filesystem may free the blocks
-/// later.
-pub fn remove(path: &Path) -> Result<()> {
-    unlink(path).map(drop)
-}
-
-/// Like [`remove`], but waits until the blocks are free.
-pub fn remove_and_free(path: &Path) -> Result<()> {
-    match unlink(path)? {
-        Some(file) => {
-            // The name is durably removed, so no process can open the empty file.
-            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-            let emptied = File::options().write(true).open(path).and_then(|file| file.set_len(0));
-            emptied.context(|| "freeing a removed file".to_owned())?;
-            reach("file.emptied")
-        }
-        None => Ok(()),
-    }
-}
-
-/// Returns the removed file. Its blocks are not free while it is open.
-fn unlink(path: &Path) -> Result<Option<File>> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io(format!("opening {}", path.display()), e)),
-    };
-    set_immutable(&file, false)?;
-    fs::remove_file(path).context(|| format!("removing {}", path.display()))?;
-    reach("file.removed")?;
-    path.parent().map_or(Ok(()), sync_directory)?;
-    Ok(Some(file))
 }
 
 /// The block size of the filesystem of `path`, in bytes.

@@ -159,7 +159,12 @@ impl Pool for ReflinkPool {
 
     /// One atomic FICLONE. The kernel skips shared blocks. On ENOSPC it can be partial, and the
     /// caller drops the target.
-    fn clone(&self, source: &File, target: &File) -> Result<()> {
+    fn clone(
+        &self,
+        source: &File,
+        target: &File,
+        _after_step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
         sys::clone_file(target, source).context(cloning)
     }
 

@@ -373,7 +373,8 @@ impl Checker<'_> {
             let place = name_of(&path);
             let suffix = match directory {
                 Directory::Snapshots => pool::CLONE_AHEAD_SUFFIX,
-                Directory::Volumes | Directory::Records => "",
+                Directory::Volumes => pool::GROWING_SUFFIX,
+                Directory::Records => "",
             };
             let entries = match fs::read_dir(&path) {
                 Ok(entries) => entries,

@@ -22,9 +22,11 @@ use tracing::warn;
 use super::error::{Context, Error, Result};
 use super::fail_point::{hit, reach};
 use super::filesystem::{self, Mount};
-use super::format::{self, Formatted};
+use super::growth;
 use super::loop_device::LoopDevice;
-use super::model::{Access, AccessMode, Condition, FsType, HealthProblem, Publication, Stats};
+use super::model::{
+    Access, AccessMode, Condition, FsType, HealthProblem, Publication, Stats, Volume,
+};
 use super::runtime::{DeferredMount, Runtime};
 use super::store::Store;
 use super::target::present;
@@ -149,14 +151,9 @@ pub fn wait_until_unmounted(device: &LoopDevice, timeout: Duration) -> Result<()
 }
 
 /// Requests the runtime to grow the filesystem to the size of the device.
-pub fn grow<R: Formatted>(
-    store: &Store,
-    row: &mut R,
-    target: &Path,
-    device: &LoopDevice,
-) -> Result<()> {
+pub fn grow(store: &Store, volume: &mut Volume, target: &Path, device: &LoopDevice) -> Result<()> {
     let runtime = runtime(store)?;
-    format::grow_with(store, row, || {
+    growth::by_runtime(store, volume, device, || {
         runtime.expand(target, device.size()?)?;
         reach("deferral.expanded")
     })

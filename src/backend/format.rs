@@ -1,5 +1,4 @@
-//! The filesystem on a volume, inline or not: creates it if the volume is empty, never over data,
-//! and grows it to the capacity of the volume.
+//! The filesystem on a volume, inline or not: creates it if the volume is empty, never over data.
 
 use std::fs::File;
 use std::io;
@@ -126,72 +125,6 @@ pub fn forget(store: &Store, volume: &mut Volume) -> Result<()> {
         return Ok(());
     }
     volume.format = None;
+    volume.growth_failure = None;
     store.catalog.write(|tx| tx.put(&*volume))
-}
-
-/// The format, if the filesystem is smaller than the volume and can grow.
-fn growable<R: Formatted>(row: &mut R) -> Option<Format> {
-    let capacity_bytes = row.capacity_bytes();
-    row.format().filter(|format| {
-        format.size_bytes < capacity_bytes && filesystem::grows_to(format.fs_type, capacity_bytes)
-    })
-}
-
-/// Grows a filesystem before it is mounted, if this process may not grow it when mounted.
-pub fn grow_unmounted<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
-    let Some(format) = growable(row).filter(|format| !filesystem::grows_online(format.fs_type))
-    else {
-        return Ok(());
-    };
-    filesystem::grow_unmounted(format.fs_type, device.path())?;
-    grown(store, row, format)
-}
-
-/// Grows an unmounted filesystem to the capacity of the volume, without a visible mount.
-pub fn grow_offline<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
-    let Some(format) = growable(row) else { return Ok(()) };
-    match format.fs_type {
-        FsType::Ext4 => filesystem::grow_unmounted(FsType::Ext4, device.path())?,
-        fs_type => {
-            let root = filesystem::mount_detached(device, fs_type)?;
-            filesystem::grow_detached(&root, fs_type, device.size()?)?;
-        }
-    }
-    grown(store, row, format)
-}
-
-/// Grows the filesystem to the capacity of the volume with `grow`, if it is smaller.
-pub fn grow_with<R: Formatted>(
-    store: &Store,
-    row: &mut R,
-    grow: impl FnOnce() -> Result<()>,
-) -> Result<()> {
-    let Some(format) = growable(row) else { return Ok(()) };
-    grow()?;
-    grown(store, row, format)
-}
-
-/// Grows the mounted filesystem to the capacity of the volume, if it is smaller.
-pub fn grow<R: Formatted>(
-    store: &Store,
-    row: &mut R,
-    device: &LoopDevice,
-    mounted_at: &std::path::Path,
-) -> Result<()> {
-    let Some(format) = growable(row) else { return Ok(()) };
-    let fs_type = format.fs_type;
-    if !filesystem::grows_online(fs_type) {
-        return Err(Error::Precondition(format!(
-            "volume_path: growing a mounted {fs_type} requires CAP_SYS_RESOURCE, which this process \
-             lacks; grant it, or unstage and stage the volume to grow it"
-        )));
-    }
-    filesystem::grow(fs_type, device.path(), mounted_at)?;
-    grown(store, row, format)
-}
-
-fn grown<R: Formatted>(store: &Store, row: &mut R, format: Format) -> Result<()> {
-    reach("format.grown")?;
-    let size_bytes = row.capacity_bytes();
-    record(store, row, Format { size_bytes, ..format })
 }

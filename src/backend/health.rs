@@ -5,6 +5,7 @@ use std::fs::File;
 use super::attachment;
 use super::error::{Error, Result};
 use super::filesystem::{self, Mount};
+use super::growth;
 use super::list::Page;
 use super::loop_device::AttachedFiles;
 use super::lost_pool;
@@ -121,7 +122,7 @@ pub fn defect(
     {
         return Ok(Some(found));
     }
-    Ok(state.shortage.clone())
+    Ok(growth::defect(volume).or_else(|| state.shortage.clone()))
 }
 
 fn attachment_defect(

@@ -36,6 +36,7 @@ pub(crate) mod filesystem;
 mod format;
 pub mod freeze_guard;
 mod group;
+mod growth;
 mod health;
 pub mod ids;
 mod inline;
@@ -392,6 +393,11 @@ impl Backend {
     /// them expires as a base (seconds since the epoch).
     pub fn retained_bases(&self) -> Result<(u64, Option<u64>)> {
         self.on_pool(base::retained)
+    }
+
+    /// The number of volumes whose filesystem could not grow to their capacity.
+    pub fn volumes_not_grown(&self) -> Result<u64> {
+        self.on_pool(growth::failures)
     }
 
     /// The allocated blocks of a snapshot (CSI GetMetadataAllocated).

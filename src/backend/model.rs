@@ -117,6 +117,9 @@ pub struct Volume {
     /// clones.
     #[serde(default)]
     pub lost_writes: Option<LostWrites>,
+    /// Why the filesystem is smaller than the volume, after a failed growth.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub growth_failure: Option<String>,
 }
 
 /// A failed writeback of volume data to the pool. The next stage after an unstage clears it,
@@ -538,6 +541,8 @@ pub enum HealthProblem {
     LoopDeviceMissing,
     LoopDeviceSize,
     NotMounted,
+    /// The filesystem could not grow to the capacity of the volume.
+    NotGrown,
     /// A deferred volume is mounted on this host.
     MountedOnHost,
     /// The container runtime reports a problem, or has not claimed the volume.

@@ -312,6 +312,14 @@ pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
     ioctl_struct(file, GROW_DATA, &mut grow).map(drop)
 }
 
+/// Grows the ext4 of a file to `blocks` of its own blocks.
+pub fn ext4_grow(file: &File, blocks: u64) -> io::Result<()> {
+    // From the kernel's fs/ext4/ext4.h: EXT4_IOC_RESIZE_FS.
+    const RESIZE: u32 = 0x4008_6610;
+    let mut blocks = blocks;
+    ioctl_struct(file, RESIZE, &mut blocks).map(drop)
+}
+
 /// Grows the btrfs of a file to the size of its device.
 pub fn btrfs_grow(file: &File) -> io::Result<()> {
     // From linux/btrfs.h: BTRFS_IOC_RESIZE with btrfs_ioctl_vol_args.

@@ -6,6 +6,7 @@ use tracing::info;
 
 use super::error::{Context, Error, FREE_SPACE_ADVICE, Result};
 use super::fail_point::reach;
+use super::growth;
 use super::ids::{self, VOLUME_PREFIX};
 use super::inline;
 use super::list::{self, Page};
@@ -66,6 +67,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         baseline: None,
         chain_break: ChainBreak::First,
         lost_writes: None,
+        growth_failure: None,
     };
     // A deletion by this id, which a list of files shows, must not remove the file meanwhile.
     let _id_lock = store.locks.try_lock([volume.id.as_str()])?;
@@ -120,6 +122,12 @@ impl OpenSource {
         }
     }
 
+    fn file(&self) -> &File {
+        match self {
+            Self::Snapshot(_, file) | Self::Volume(_, file) => file,
+        }
+    }
+
     fn capacity_bytes(&self) -> u64 {
         match self {
             Self::Snapshot(snapshot, _) => snapshot.capacity_bytes,
@@ -166,6 +174,12 @@ fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>)
     }
     let minimum = request.fs_type.map_or(MIN_VOLUME_BYTES, FsType::min_bytes);
     let bytes = whole_blocks(store, required.max(minimum), limit)?;
+    // A raw block volume does not grow its filesystem.
+    if let (Some(source), Some(_)) = (source, request.fs_type)
+        && let Some(format) = source.format()
+    {
+        growth::check_size(format.fs_type, source.file(), bytes)?;
+    }
     let room = room(store)?;
     if bytes > room.maximum_volume {
         return Err(Error::Exhausted(format!(
@@ -249,6 +263,7 @@ pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
         LoopDevice::detach_all(&backing)?;
     }
     pool::remove(&path)?;
+    growth::discard(store, &volume.id)?;
     if let Some(baseline) = &volume.baseline {
         store.remove_clone_ahead(baseline, pool::remove)?;
     }
@@ -277,6 +292,9 @@ pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) ->
     complete_growth(store, &mut volume, &file)?;
     if required_bytes > volume.capacity_bytes {
         let bytes = whole_blocks(store, required_bytes, limit_bytes)?;
+        if let Some(format) = volume.format {
+            growth::check_size(format.fs_type, &file, bytes)?;
+        }
         grow_file(store, &mut volume, &file, bytes)?;
     }
     for device in LoopDevice::find(&file)? {

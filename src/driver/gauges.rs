@@ -56,6 +56,15 @@ impl Gauges {
         Ok([count].into_iter().chain(first))
     }
 
+    fn growth(&self) -> Result<[Gauge; 1]> {
+        let count = self.0.volumes_not_grown()?;
+        Ok([(
+            "volumes_not_grown",
+            "Volumes whose filesystem could not grow to their capacity",
+            count,
+        )])
+    }
+
     fn inline(&self) -> Result<[Gauge; 3]> {
         let (count, pool, memory) = self.0.inline_usage()?;
         Ok([
@@ -84,7 +93,8 @@ impl Collector for Gauges {
         let capacity = self.capacity().into_iter().flatten();
         let inline = self.inline().into_iter().flatten();
         let bases = self.bases().into_iter().flatten();
-        for (name, help, value) in capacity.chain(inline).chain(bases) {
+        let growth = self.growth().into_iter().flatten();
+        for (name, help, value) in capacity.chain(inline).chain(bases).chain(growth) {
             let gauge = ConstGauge::new(response::bytes(value));
             gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }

@@ -122,14 +122,15 @@ fn resize(config: &Config, target: &Path, minimum: u64, maximum: u64) -> Result<
     );
     ensure!(!volume.is_read_only(), "the volume is read-only");
     ensure!(!joined.became_read_only, "the filesystem became read-only; see the kernel log");
-    if !filesystem::grows_online(volume.fs_type) {
+    if !filesystem::grows_mounted(volume.fs_type) {
         bail!(
             "expanding a mounted {} filesystem requires CAP_SYS_RESOURCE, which this process lacks; it is expanded when the volume is staged again",
             volume.fs_type
         );
     }
     if filesystem::grows_to(volume.fs_type, size) {
-        filesystem::grow(volume.fs_type, &volume.device, &config.work_dir.join(MOUNTED))?;
+        let root = File::open(config.work_dir.join(MOUNTED)).context("opening the filesystem")?;
+        filesystem::grow_mounted(volume.fs_type, &root, &volume.device, size)?;
     }
     Ok(json!({"capacity_bytes": size}))
 }

@@ -11,6 +11,7 @@ mod filesystems;
 mod full_disk;
 mod full_operations;
 mod full_pool;
+mod growth;
 mod image_room;
 mod large_blocks;
 mod lost_pool;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::super::deferral;
 use super::super::error::{Error, Result};
 use super::super::filesystem::{self, Mount};
-use super::super::format;
+use super::super::growth;
 use super::super::health::{self, SystemState};
 use super::super::loop_device::LoopDevice;
 use super::super::model::{
@@ -130,8 +130,7 @@ pub fn expand(store: &Store, volume_id: &str, path: &Path) -> Result<u64> {
     }
     match (used.attachment.deferred_at(), place) {
         (Some((target, _)), _) => deferral::grow(store, &mut volume, target, &used.device)?,
-        (None, Some(place)) => format::grow(store, &mut volume, &used.device, place)?,
-        (None, None) => format::grow_offline(store, &mut volume, &used.device)?,
+        (None, _) => growth::on_node(store, &mut volume, used.device)?,
     }
     Ok(volume.capacity_bytes)
 }

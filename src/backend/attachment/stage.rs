@@ -4,10 +4,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use tracing::warn;
+
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use super::super::filesystem;
 use super::super::format;
+use super::super::growth;
 use super::super::loop_device::LoopDevice;
 use super::super::maintenance;
 use super::super::model::{Access, Attachment, Capability, FsType, Mounted, Volume};
@@ -71,53 +74,37 @@ fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> R
 fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Result<()> {
     let backing = store.open_volume(&volume)?;
     volume::complete_growth(store, &mut volume, &backing)?;
-    let device = LoopDevice::ensure(&backing)?;
-    if device.size()? < volume.capacity_bytes {
-        device.grow()?;
+    let mut device = LoopDevice::ensure(&backing)?;
+    if device.size()? < volume.capacity_bytes
+        && let Err(error) = device.grow()
+    {
+        // The condition of the volume reports the size of its device.
+        warn!(volume = volume.id, %error, "failed to grow a loop device");
     }
     let Access::Mount { fs_type, .. } = &attachment.capability.access else {
         return format::forget(store, &mut volume);
     };
     let fs_type = format::ensure(store, &mut volume, &backing, &device, *fs_type)?;
+    // The growth of a deferred volume is left to NodeExpandVolume.
+    if !attachment.capability.is_read_only() && attachment.deferred_at().is_none() {
+        drop(backing);
+        device = growth::at_stage(store, &mut volume, device)?;
+    }
     match attachment.mounted {
-        Mounted::AtStaging => mount(store, &mut volume, attachment, &device, fs_type),
-        Mounted::AtTargets => grow(store, &mut volume, attachment, &device),
+        Mounted::AtStaging => mount(attachment, &device, fs_type),
+        Mounted::AtTargets => Ok(()),
     }
 }
 
-fn mount(
-    store: &Store,
-    volume: &mut Volume,
-    attachment: &Attachment,
-    device: &LoopDevice,
-    fs_type: FsType,
-) -> Result<()> {
+fn mount(attachment: &Attachment, device: &LoopDevice, fs_type: FsType) -> Result<()> {
     let Attachment { staging_path: path, capability, .. } = attachment;
     let Access::Mount { flags, .. } = &capability.access else { return Ok(()) };
     let read_only = capability.is_read_only();
-    if !read_only && filesystem::mounted_type(device)?.is_none() {
-        format::grow_unmounted(store, volume, device)?;
-    }
     fs::create_dir_all(path).context(|| format!("creating {}", path.display()))?;
     reach("stage.directory_made")?;
     if !is_mounted_at(path, device)? {
         check_directory("staging_target_path", path)?;
         filesystem::mount_device(device.path(), path, fs_type, flags, read_only)?;
-    }
-    if read_only { Ok(()) } else { format::grow(store, volume, device, path) }
-}
-
-/// Grows a filesystem that is not mounted. If it is mounted in this kernel or deferred to a
-/// runtime, NodeExpandVolume grows it.
-fn grow(
-    store: &Store,
-    volume: &mut Volume,
-    attachment: &Attachment,
-    device: &LoopDevice,
-) -> Result<()> {
-    let is_idle = attachment.deferred_at().is_none() && filesystem::mounted_type(device)?.is_none();
-    if is_idle && !attachment.capability.is_read_only() {
-        format::grow_offline(store, volume, device)?;
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
 use super::super::error::{Context, Error, Result};
-use super::super::fail_point::{hit, reach};
+use super::super::fail_point::hit;
 use super::super::loop_device::LoopDevice;
 use super::super::model::FsType;
 use super::super::sys;
@@ -27,6 +27,10 @@ impl Root {
     /// A path to the root, valid in this process as long as this value exists.
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
+    }
+
+    pub fn file(&self) -> &File {
+        &self.0
     }
 
     pub fn into_file(self) -> File {
@@ -117,16 +121,4 @@ fn mount(device: &LoopDevice, fs_type: FsType, options: &[&str]) -> io::Result<F
     // and keeps the mount.
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     Ok(openat(&mounted, ".", flags, Mode::empty())?.into())
-}
-
-/// Grows the xfs or btrfs mounted at `root` to the size of its device, by ioctl: their tools need a
-/// visible mount. (ext4 grows unmounted.)
-pub fn grow(root: &Root, fs_type: FsType, device_bytes: u64) -> Result<()> {
-    let grown = match fs_type {
-        FsType::Xfs => sys::xfs_grow(&root.0, device_bytes),
-        FsType::Btrfs => sys::btrfs_grow(&root.0),
-        FsType::Ext4 => Err(io::ErrorKind::Unsupported.into()),
-    };
-    grown.context(|| format!("growing a filesystem ({fs_type})"))?;
-    reach("filesystem.grown_unseen")
 }

@@ -3,6 +3,7 @@
 
 mod detached;
 mod freeze;
+mod grow;
 mod mounts;
 mod ownership;
 
@@ -22,8 +23,12 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::model::{FsType, Usage};
 
-pub use detached::{grow as grow_detached, join, mount_detached, mounted_type};
+pub use detached::{join, mount_detached, mounted_type};
 pub use freeze::{Frozen, thaw_leftover};
+pub use grow::{
+    Method, grow_mounted, grow_unmounted, grows_mounted, grows_to, growth_cost, growth_method,
+    largest_growth,
+};
 pub use mounts::{
     Mount, all_mounts, mount_among, mount_at, mounts_of, mounts_of_process, open_mounted,
 };
@@ -223,52 +228,6 @@ pub fn unmount(path: &Path, matches: impl Fn(&Mount) -> bool) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Grows a mounted filesystem to the size of its device. Does nothing if it has that size.
-pub fn grow(fs_type: FsType, device: &Path, mounted_at: &Path) -> Result<()> {
-    let mut command = match fs_type {
-        FsType::Ext4 => tool("resize2fs", &[]),
-        FsType::Xfs => tool("xfs_growfs", &["-d"]),
-        FsType::Btrfs => tool("btrfs", &["filesystem", "resize", "max"]),
-    };
-    command::run(command.arg(match fs_type {
-        FsType::Ext4 => device,
-        FsType::Xfs | FsType::Btrfs => mounted_at,
-    }))
-}
-
-/// Whether a filesystem of this type can grow to `bytes`. btrfs does not resize to less than 256
-/// MiB (btrfs_ioctl_resize).
-pub fn grows_to(fs_type: FsType, bytes: u64) -> bool {
-    fs_type != FsType::Btrfs || bytes >= 256 << 20
-}
-
-/// Whether this process may grow a mounted filesystem of this type. For ext4 the kernel requires
-/// CAP_SYS_RESOURCE, which containers often lack.
-pub fn grows_online(fs_type: FsType) -> bool {
-    const SYS_RESOURCE: u64 = 1 << 24;
-    if fs_type != FsType::Ext4 {
-        return true;
-    }
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    effective
-        .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
-        .is_some_and(|capabilities| capabilities & SYS_RESOURCE != 0)
-}
-
-/// Grows an unmounted ext4 to the size of its device. The tool requires a check first, which also
-/// replays the journal.
-pub fn grow_unmounted(fs_type: FsType, device: &Path) -> Result<()> {
-    if fs_type != FsType::Ext4 {
-        return Err(Error::Failed(format!("{fs_type} grows only while it is mounted")));
-    }
-    let mut check = tool("e2fsck", &["-f", "-p"]);
-    await_tools(device)?;
-    // 1: errors were corrected.
-    command::run_with(check.arg(device), &[0, 1])?;
-    command::run(tool("resize2fs", &[]).arg(device))
 }
 
 /// The usage of the filesystem at `path`.

@@ -23,7 +23,6 @@ use super::deferral;
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
-use super::format;
 use super::health;
 use super::ids::{self, INLINE_PREFIX};
 use super::locks::Lock;
@@ -160,14 +159,14 @@ fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
     let read_only = row.request.is_read_only();
     if !read_only {
         mount_at_target(row, &device, fs_type, false)?;
-        return fill_mounted(store, row, &device, content);
+        return fill(row, &row.target, content);
     }
     if row.phase == Phase::Creating {
         // The content of a read-only volume is written before the pod can see it. Mount again
         // instead of remounting: other mount namespaces receive a new mount, but not a change to
         // read-only.
         mount_at_target(row, &device, fs_type, false)?;
-        fill_mounted(store, row, &device, content)?;
+        fill(row, &row.target, content)?;
         filesystem::unmount(&row.target, |mount| mount.is_filesystem_of(&device))?;
     }
     mount_at_target(row, &device, fs_type, true)
@@ -184,7 +183,6 @@ fn defer(
     content: &Content,
 ) -> Result<()> {
     if row.phase == Phase::Creating {
-        format::grow_offline(store, row, device)?;
         let root = filesystem::mount_detached(device, fs_type)?;
         fill(row, &root.path(), content)?;
     }
@@ -220,18 +218,6 @@ fn mount_flags(row: &Inline, read_only: bool) -> Vec<String> {
     let Access::Mount { flags, .. } = &row.request.capability.access else { return Vec::new() };
     let flags = flags.iter().flat_map(|flags| flags.split(','));
     flags.filter(|flag| read_only || *flag != "ro").map(str::to_owned).collect()
-}
-
-/// Grows and fills a volume that is mounted at its target.
-fn fill_mounted(
-    store: &Store,
-    row: &mut Inline,
-    device: &LoopDevice,
-    content: &Content,
-) -> Result<()> {
-    let target = row.target.clone();
-    format::grow(store, row, device, &target)?;
-    fill(row, &target, content)
 }
 
 /// Sets content and owner of the volume mounted at `root`.

@@ -164,8 +164,9 @@ impl AttachedFiles {
 pub enum Lifetime {
     /// By [`LoopDevice::release`]: device and I/O of a pod survive this process.
     Explicit,
-    /// By the kernel, when the device is no longer open or mounted.
-    LastUser,
+    /// By the kernel, when the device is no longer open or mounted. `shares_blocks`: the backing
+    /// file may share blocks with others.
+    LastUser { shares_blocks: bool },
 }
 
 impl LoopDevice {
@@ -502,7 +503,7 @@ fn configure(device: &File, backing: &File, lifetime: Lifetime) -> io::Result<()
     };
     let flags = match lifetime {
         Lifetime::Explicit => 0,
-        Lifetime::LastUser => LO_FLAGS_AUTOCLEAR as u32,
+        Lifetime::LastUser { .. } => LO_FLAGS_AUTOCLEAR as u32,
     };
     if needs_page_cache(backing, lifetime)? {
         configure_with(flags)?;
@@ -530,7 +531,8 @@ fn needs_page_cache(backing: &File, lifetime: Lifetime) -> io::Result<bool> {
     Ok(match filesystem.filesystem_type() {
         TMPFS_MAGIC => true,
         sys::XFS_SUPER_MAGIC => {
-            lifetime == Lifetime::Explicit && filesystem.block_size() as u64 > BLOCK_SIZE
+            lifetime != Lifetime::LastUser { shares_blocks: false }
+                && filesystem.block_size() as u64 > BLOCK_SIZE
         }
         _ => false,
     })

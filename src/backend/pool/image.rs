@@ -295,7 +295,7 @@ fn attach(backing: &File) -> Result<(LoopDevice, File)> {
             return Ok((device, handle));
         }
     }
-    LoopDevice::attach(backing, Lifetime::LastUser)
+    LoopDevice::attach(backing, Lifetime::LastUser { shares_blocks: false })
 }
 
 fn mount(device: &LoopDevice, preallocates: bool) -> Result<OwnedFd> {
@@ -395,7 +395,7 @@ fn fill(path: &Path, size: u64, block_size: Option<u64>, preallocates: bool) -> 
     }
     file.set_len(size).context(sizing)?;
     reach("image.sized")?;
-    let (device, handle) = LoopDevice::attach(&file, Lifetime::LastUser)?;
+    let (device, handle) = LoopDevice::attach(&file, Lifetime::LastUser { shares_blocks: false })?;
     let block_size = format(&device, block_size, preallocates)?;
     reach("image.formatted")?;
     handle.sync_all().context(|| format!("flushing {}", path.display()))?;

@@ -3,7 +3,8 @@
 //! by id:
 //!
 //! ```text
-//! catalog.redb   volumes/<volume>   snapshots/<snapshot>[.next]   records/<snapshot>.<generation>
+//! catalog.redb   volumes/<volume>[.growing]   snapshots/<snapshot>[.next]
+//! records/<snapshot>.<generation>
 //! ```
 
 mod copy;
@@ -40,6 +41,9 @@ pub use reflink::ReflinkPool;
 
 /// The end of the names of clones made ahead.
 pub const CLONE_AHEAD_SUFFIX: &str = ".next";
+
+/// The end of the names of copies in which a filesystem grows.
+pub const GROWING_SUFFIX: &str = ".growing";
 
 const MARKER: &str = "pool.json";
 const MARKER_VERSION: u32 = 1;
@@ -196,6 +200,11 @@ pub trait Pool: fmt::Debug + Send + Sync {
 impl dyn Pool + '_ {
     pub fn volume_path(&self, id: &str) -> PathBuf {
         Directory::Volumes.path(self.root()).join(id)
+    }
+
+    /// The copy of a volume in which its filesystem grows.
+    pub fn growing_path(&self, id: &str) -> PathBuf {
+        self.volume_path(&format!("{id}{GROWING_SUFFIX}"))
     }
 
     pub fn snapshot_path(&self, id: &str) -> PathBuf {

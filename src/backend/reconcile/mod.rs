@@ -10,6 +10,7 @@ use super::attachment;
 use super::catalog::SnapshotFile;
 use super::error::{Context, Result};
 use super::group;
+use super::growth;
 use super::inline;
 use super::model::{Attachment, Group, Phase, Snapshot, SnapshotPhase, Source, Volume};
 use super::pool::Directory;
@@ -86,6 +87,7 @@ fn reconcile_volumes(store: &Store) -> Result<()> {
             log_error(volume::drop_volume(store, volume), &id);
             continue;
         }
+        log_error(growth::discard(store, &volume.id), &volume.id);
         let result = store
             .open_volume(&volume)
             .and_then(|file| volume::complete_growth(store, &mut volume, &file));

@@ -16,6 +16,7 @@
 
 pub mod cache;
 pub mod disk;
+mod growth;
 mod ledger;
 mod load;
 mod operator;

@@ -19,6 +19,7 @@ fn volume(id: &str) -> Volume {
         baseline: None,
         chain_break: ChainBreak::First,
         lost_writes: None,
+        growth_failure: None,
     }
 }
 

@@ -469,6 +469,7 @@ fn root_a_full_catalog_allows_deletions() {
             baseline: None,
             chain_break: ChainBreak::First,
             lost_writes: None,
+            growth_failure: None,
         };
         let add = |number: u64| {
             catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.claim_name(&row(number))))

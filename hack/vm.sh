@@ -4,6 +4,7 @@
 #
 # KERNEL  a Debian kernel package, such as linux-image-6.1.0-56-amd64. It is downloaded, not installed. `list` prints
 #         the available packages
+# VM_SUITE   another Debian release that has the package, such as bullseye for Linux 5.10
 #
 # The virtual machine sees the files of this machine read-only; its writes stay in its memory.
 # TMPDIR is on a separate sparse disk, an ext4 of 20 GiB. The exit code is the command's. The
@@ -19,9 +20,24 @@ set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
 
+# The packages of another release, with own lists: nothing on this machine changes.
+apt_options=()
+if [[ -n ${VM_SUITE:-} ]]; then
+    lists=$cache/apt/$VM_SUITE
+    mkdir -p "$lists/partial"
+    # shellcheck disable=SC2016 # a field of apt-get
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -m 1 '/debian/$') || die "no Debian mirror is configured"
+    printf 'deb [signed-by=%s] %s %s main\n' /usr/share/keyrings/debian-archive-keyring.gpg "$mirror" "$VM_SUITE" \
+        >"$lists.list"
+    apt_options=(-o "Dir::Etc::sourcelist=$lists.list" -o Dir::Etc::sourceparts=/dev/null
+        -o "Dir::State::lists=$lists" -o Dir::State::status=/dev/null -o APT::Sandbox::User=root
+        -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=)
+    apt-get "${apt_options[@]}" -qq update
+fi
+
 case ${1:-} in
     '' | -h | --help) usage; exit ;;
-    list) apt-cache search --names-only '^linux-image-[0-9].*-amd64$' | grep -v -e -cloud- -e -rt-; exit ;;
+    list) apt-cache "${apt_options[@]}" search --names-only '^linux-image-[0-9].*-amd64$' | grep -v -e -cloud- -e -rt-; exit ;;
 esac
 package=$1
 shift
@@ -42,9 +58,9 @@ kernels=$cache/kernels
 if [[ ! -d $kernels/$package ]]; then
     mkdir -p "$kernels"
     # A metapackage depends on the newest kernel package.
-    real=$(apt-cache depends --no-pre-depends --no-recommends --no-suggests "$package" |
+    real=$(apt-cache "${apt_options[@]}" depends --no-pre-depends --no-recommends --no-suggests "$package" |
         sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
-    (cd "$work" && apt-get download "${real:-$package}") || die "$package: download failed; hack/vm.sh list prints the packages"
+    (cd "$work" && apt-get "${apt_options[@]}" download "${real:-$package}") || die "$package: download failed; hack/vm.sh list prints the packages"
     dpkg-deb --extract "$work"/*.deb "$work/kernel"
     mv "$work/kernel" "$kernels/$package"
 fi

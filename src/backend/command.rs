@@ -51,6 +51,17 @@ pub fn run_with(command: &mut Command, success: &[i32]) -> Result<()> {
     }
 }
 
+/// The whole output of a tool that only describes itself, whatever its exit code.
+pub fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| Error::Failed(format!("{name}: {e} (is it installed?)")))?;
+    let text = [output.stdout, output.stderr].concat();
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
 fn wait(child: &mut Child, name: &str) -> Result<ExitStatus> {
     reach("tool.started")?;
     let deadline = Instant::now() + DEADLINE;

@@ -98,7 +98,7 @@ pub fn make<R: Formatted>(
 ) -> Result<()> {
     let size_bytes = row.capacity_bytes();
     record(store, row, Format { fs_type, size_bytes, unfinished: true })?;
-    filesystem::make(fs_type, device.path())?;
+    filesystem::make(fs_type, device.path(), size_bytes)?;
     reach("format.made")?;
     device.flush()?;
     reach("format.flushed")?;

@@ -172,10 +172,10 @@ fn grow(store: &Store, volume: &Volume, device: &LoopDevice) -> Result<()> {
     let (id, bytes) = (&volume.id, volume.capacity_bytes);
     let Some(Format { fs_type, .. }) = volume.format else { return Ok(()) };
     check(store, volume, fs_type, device)?;
-    let method = filesystem::growth_method(fs_type, &device.open(false)?, bytes)?;
     if filesystem::mounted_type(device)?.is_some() {
-        return grow_in_use(fs_type, device, method, bytes);
+        return grow_in_use(fs_type, device, bytes);
     }
+    let method = filesystem::growth_method(fs_type, &device.open(false)?, bytes)?;
     info!(volume = id, bytes, "growing the filesystem of a volume");
     if method == Method::Mounted && !store.pool.clones_atomically() {
         return grow_once_mounted(fs_type, device, bytes);
@@ -198,16 +198,8 @@ fn grow(store: &Store, volume: &Volume, device: &LoopDevice) -> Result<()> {
 }
 
 /// Grows a filesystem that pods may use.
-fn grow_in_use(fs_type: FsType, device: &LoopDevice, method: Method, bytes: u64) -> Result<()> {
-    if method == Method::Unmounted {
-        let reason = match filesystem::grows_mounted(fs_type) {
-            true => "a growth by more than a factor of 1,024 requires an unmounted ext4",
-            false => {
-                "growing a mounted ext4 requires CAP_SYS_RESOURCE, which this process lacks: grant it"
-            }
-        };
-        return Err(Error::Precondition(format!("{reason}, or unstage and stage the volume")));
-    }
+fn grow_in_use(fs_type: FsType, device: &LoopDevice, bytes: u64) -> Result<()> {
+    filesystem::check_growth_mounted(fs_type, &device.open(false)?, bytes)?;
     match filesystem::join(device, true)? {
         Some(root) => filesystem::grow_mounted(fs_type, root.file(), device.path(), bytes),
         None => Err(Error::Busy("it was unmounted meanwhile".to_owned())),

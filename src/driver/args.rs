@@ -68,7 +68,7 @@ pub struct Args {
     pub data_dir: PathBuf,
 
     /// Kind of pool: reflink (data directory on XFS with reflink), image (XFS in a file), copy
-    /// (plain files), or auto (the existing kind, else the first that works)
+    /// (plain files), or auto (the existing kind, else reflink or image)
     #[arg(long, default_value = "auto", value_name = "KIND", value_parser =
         PossibleValuesParser::new(["auto", "reflink", "image", "copy"]).try_map(|kind| kind.parse::<PoolChoice>()))]
     pub pool: PoolChoice,

@@ -122,13 +122,9 @@ fn resize(config: &Config, target: &Path, minimum: u64, maximum: u64) -> Result<
     );
     ensure!(!volume.is_read_only(), "the volume is read-only");
     ensure!(!joined.became_read_only, "the filesystem became read-only; see the kernel log");
-    if !filesystem::grows_mounted(volume.fs_type) {
-        bail!(
-            "expanding a mounted {} filesystem requires CAP_SYS_RESOURCE, which this process lacks; it is expanded when the volume is staged again",
-            volume.fs_type
-        );
-    }
     if filesystem::grows_to(volume.fs_type, size) {
+        let device = File::open(&volume.device).context("opening the device")?;
+        filesystem::check_growth_mounted(volume.fs_type, &device, size)?;
         let root = File::open(config.work_dir.join(MOUNTED)).context("opening the filesystem")?;
         filesystem::grow_mounted(volume.fs_type, &root, &volume.device, size)?;
     }

@@ -7,6 +7,7 @@ mod clone_ahead;
 mod corruption;
 mod earlier_versions;
 mod failures;
+mod features;
 mod filesystems;
 mod full_disk;
 mod full_operations;

@@ -145,6 +145,7 @@ pub fn volume(number: u64, state: u64) -> Volume {
         baseline: None,
         chain_break: ChainBreak::First,
         lost_writes: None,
+        growth_failure: None,
     }
 }
 

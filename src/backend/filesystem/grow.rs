@@ -45,7 +45,7 @@ pub fn grows_to(fs_type: FsType, bytes: u64) -> bool {
 
 /// Whether this process may grow a mounted filesystem of this type. For ext4 the kernel requires
 /// CAP_SYS_RESOURCE, which containers often lack.
-pub fn grows_mounted(fs_type: FsType) -> bool {
+fn grows_mounted(fs_type: FsType) -> bool {
     const SYS_RESOURCE: u64 = 1 << 24;
     if fs_type != FsType::Ext4 {
         return true;
@@ -55,6 +55,20 @@ pub fn grows_mounted(fs_type: FsType) -> bool {
     effective
         .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
         .is_some_and(|capabilities| capabilities & SYS_RESOURCE != 0)
+}
+
+/// `Precondition` if the kernel must not grow the filesystem, mounted on `device`, to `bytes`.
+pub fn check_growth_mounted(fs_type: FsType, device: &File, bytes: u64) -> Result<()> {
+    let reason = match growth_method(fs_type, device, bytes)? {
+        Method::Mounted => return Ok(()),
+        Method::Unmounted if grows_mounted(fs_type) => {
+            "growing an ext4 by more than a factor of 1,024 is only possible while it is not mounted:"
+        }
+        Method::Unmounted => {
+            "growing a mounted ext4 requires CAP_SYS_RESOURCE, which this process lacks: grant it, or"
+        }
+    };
+    Err(Error::Precondition(format!("{reason} unstage and stage the volume to grow it")))
 }
 
 /// Grows the filesystem that is mounted at `root` to `bytes`, the size of its device.
@@ -219,4 +233,39 @@ pub fn growth_cost(fs_type: FsType, device: &File, bytes: u64, unit: u64) -> Res
         FsType::Btrfs => 0,
     };
     Ok(fixed.saturating_add(by_size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An ext4 of one group of 16 MiB, with 64 bytes per descriptor.
+    fn small() -> Ext4Layout {
+        Ext4Layout {
+            block_bytes: 4096,
+            blocks: 4096,
+            first_block: 0,
+            blocks_per_group: 32_768,
+            inode_table_blocks: 256,
+            descriptor_bytes: 64,
+            reserved_descriptor_blocks: 1,
+        }
+    }
+
+    #[test]
+    fn a_last_group_without_room_for_its_metadata_is_left_out() {
+        const GROUP: u64 = 32_768 * 4096;
+        assert_eq!(small().blocks_in(3 * GROUP), 3 * 32_768);
+        assert_eq!(small().blocks_in(3 * GROUP + 300 * 4096), 3 * 32_768);
+        assert_eq!(small().blocks_in(3 * GROUP + 400 * 4096), 3 * 32_768 + 400);
+        // Its only group is never left out.
+        assert_eq!(small().blocks_in(4100 * 4096), 4100);
+    }
+
+    #[test]
+    fn a_growth_beyond_the_reserved_descriptors_needs_resize2fs() {
+        // Two blocks of descriptors, for 128 groups of 128 MiB.
+        assert!(small().has_descriptors_for(16 << 30));
+        assert!(!small().has_descriptors_for(17 << 30));
+    }
 }

@@ -4,6 +4,7 @@
 mod detached;
 mod freeze;
 mod grow;
+mod make;
 mod mounts;
 mod ownership;
 
@@ -18,7 +19,6 @@ use std::time::{Duration, Instant};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::{FsFlags, statvfs};
 
-use super::command;
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::model::{FsType, Usage};
@@ -26,27 +26,14 @@ use super::model::{FsType, Usage};
 pub use detached::{join, mount_detached, mounted_type};
 pub use freeze::{Frozen, thaw_leftover};
 pub use grow::{
-    Method, grow_mounted, grow_unmounted, grows_mounted, grows_to, growth_cost, growth_method,
-    largest_growth,
+    Method, check_growth_mounted, grow_mounted, grow_unmounted, grows_to, growth_cost,
+    growth_method, largest_growth,
 };
+pub use make::{make, mkfs_xfs};
 pub use mounts::{
     Mount, all_mounts, mount_among, mount_at, mounts_of, mounts_of_process, open_mounted,
 };
 pub use ownership::{give_all_to_group, give_to_group};
-
-/// Creates a filesystem on a device whose content is not needed. Nothing is discarded first: the
-/// device is new, or contains the remains of an interrupted attempt.
-pub fn make(fs_type: FsType, device: &Path) -> Result<()> {
-    let mut command = match fs_type {
-        FsType::Ext4 => {
-            tool("mkfs.ext4", &["-q", "-F", "-m", "0", "-b", "4096", "-E", "nodiscard"])
-        }
-        FsType::Xfs => tool("mkfs.xfs", &["-q", "-f", "-K"]),
-        FsType::Btrfs => tool("mkfs.btrfs", &["-q", "-f", "-K"]),
-    };
-    await_tools(device)?;
-    command::run(command.arg(device))
-}
 
 /// How long to wait for a tool that a killed process started.
 const TOOL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -71,9 +58,14 @@ fn await_tools(device: &Path) -> Result<()> {
     }
 }
 
+/// A tool that depends on no configuration of this machine.
 fn tool(name: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(name);
-    command.args(arguments);
+    command.args(arguments).env_clear().env("LC_ALL", "C");
+    command.env("MKE2FS_CONFIG", "/dev/null").env("E2FSCK_CONFIG", "/dev/null");
+    if let Some(path) = std::env::var_os("PATH") {
+        command.env("PATH", path);
+    }
     command
 }
 

@@ -10,7 +10,6 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,6 +19,7 @@ use tracing::{info, warn};
 use super::super::command;
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
+use super::super::filesystem;
 use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::sys;
 use super::super::units::BLOCK_SIZE;
@@ -440,13 +440,9 @@ fn format(device: &LoopDevice, block_size: Option<u64>, preallocates: bool) -> R
 }
 
 fn make_filesystem(device: &LoopDevice, block_size: u64) -> Result<()> {
-    // rmapbt makes a clone two to three times as expensive and can run out of metadata space.
-    command::run(
-        Command::new("mkfs.xfs")
-            .args(["-q", "-f", "-K", "-m", "reflink=1,rmapbt=0", "-L", "csi-loopback"])
-            .args(["-b", &format!("size={block_size}")])
-            .arg(device.path()),
-    )
+    let mut command = filesystem::mkfs_xfs()?;
+    command.args(["-L", "csi-loopback", "-b", &format!("size={block_size}")]);
+    command::run(command.arg(device.path()))
 }
 
 /// Checks that the filesystem of the image has `bytes` bytes available.

@@ -51,8 +51,8 @@ const MARKER_VERSION: u32 = 1;
 /// The value of `--pool`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolChoice {
-    /// The kind of the existing pool, or else the first kind that works here, in the order of
-    /// [`PoolKind`].
+    /// The kind of the existing pool, or else the first of reflink and image that works here. A
+    /// copy pool is never chosen: its snapshots cost time and space for all data.
     Auto,
     Kind(PoolKind),
 }
@@ -438,8 +438,12 @@ fn open_first_supported(data_dir: &Path, image: &ImageChoice) -> Result<OpenPool
             }
         }
     }
-    reasons.push("copy always works".to_owned());
-    Ok(OpenPool { pool: Box::new(CopyPool::open(data_dir)), reason: reasons.join("; ") })
+    Err(Error::Precondition(format!(
+        "--pool auto: no kind of pool that clones works in {} ({}); make one of them work, or choose \
+         --pool copy, where each snapshot copies the whole volume",
+        data_dir.display(),
+        reasons.join("; ")
+    )))
 }
 
 fn read_marker(data_dir: &Path) -> Result<Option<Marker>> {

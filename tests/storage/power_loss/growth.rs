@@ -131,10 +131,13 @@ fn cut(setup: Setup, fs_type: FsType, every: usize) {
     let snapshot = driver.snapshot("s", &small);
     let growing = Growing { disk, place, driver, points, fs_type, snapshot };
     let met = growing.learn();
-    let cuts = (1..=met.len()).step_by(every);
-    let count = cuts.len();
-    cuts.for_each(|at| growing.cut_at(at, &met[at - 1]));
-    println!("report: {fs_type} on {setup}: {count} power cuts at {} steps of a growth", met.len());
+    let cuts: Vec<usize> = (1..=met.len()).step_by(every).collect();
+    cuts.iter().for_each(|at| growing.cut_at(*at, &met[at - 1]));
+    println!(
+        "report: {fs_type} on {setup}: {} power cuts at {} steps of a growth",
+        cuts.len(),
+        met.len()
+    );
 }
 
 fn setup(kind: PoolKind) -> Setup {

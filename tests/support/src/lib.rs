@@ -271,6 +271,10 @@ impl Pool {
         self.backend = None;
     }
 
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
     /// Changes the configuration for the next start.
     pub fn configure(&mut self, configure: impl FnOnce(&mut Config)) {
         configure(&mut self.config);

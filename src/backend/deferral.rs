@@ -133,6 +133,13 @@ pub fn take_back(
 /// after `timeout`.
 pub fn wait_until_unmounted(device: &LoopDevice, timeout: Duration) -> Result<()> {
     let deadline = Instant::now() + timeout;
+    // A frozen superblock would outlive its mounts. No pod uses it.
+    if filesystem::mounted_type(device)?.is_some() && filesystem::mounts_of(device)?.is_empty() {
+        let thawed = filesystem::thaw_unused(device);
+        if let Err(error) = thawed {
+            warn!(device = %device.path().display(), %error, "failed to thaw a filesystem");
+        }
+    }
     while filesystem::mounted_type(device)?.is_some() {
         if Instant::now() >= deadline {
             let seen = filesystem::mounts_of(device)?;

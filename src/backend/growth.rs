@@ -200,6 +200,9 @@ fn grow(store: &Store, volume: &Volume, device: &LoopDevice) -> Result<()> {
 /// Grows a filesystem that pods may use.
 fn grow_in_use(fs_type: FsType, device: &LoopDevice, bytes: u64) -> Result<()> {
     filesystem::check_growth_mounted(fs_type, &device.open(false)?, bytes)?;
+    if let Some(mount) = filesystem::mounts_of(device)?.first() {
+        filesystem::refuse_frozen(&mount.target)?;
+    }
     match filesystem::join(device, true)? {
         Some(root) => filesystem::grow_mounted(fs_type, root.file(), device.path(), bytes),
         None => Err(Error::Busy("it was unmounted meanwhile".to_owned())),

@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
+use super::attachment::thaw_unpublished;
 use super::deferral;
 use super::error::{Error, Result};
 use super::filesystem::{self, Mount};
@@ -162,6 +163,7 @@ pub fn unstage(store: &Store, volume_id: &str, staging: &Path) -> Result<()> {
             mount.target.display()
         )));
     }
+    thaw_unpublished(volume_id, &device, [staging]);
     filesystem::unmount(staging, |mount| mount.is_filesystem_of(&device))?;
     device.release_named(&id)
 }

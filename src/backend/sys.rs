@@ -7,7 +7,7 @@ use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::raw::{c_int, c_long, c_ulong};
+use std::os::raw::{c_char, c_int, c_long, c_ulong};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -142,6 +142,41 @@ pub fn freeze(dir: &File) -> io::Result<()> {
 /// Thaws the filesystem of `dir`. EINVAL if it is not frozen.
 pub fn thaw(dir: &File) -> io::Result<()> {
     ioctl_value(dir, nr::FITHAW, 0).map(drop)
+}
+
+/// Reconfigures the filesystem whose root is `root` without an option. This changes nothing, and
+/// Linux refuses it with EBUSY while the filesystem is frozen, without waiting. It also removes the
+/// read-only flag of the filesystem, so the caller passes a writable one.
+pub fn reconfigure_unchanged(root: &File) -> io::Result<()> {
+    // The flags of fspick and a number of enum fsconfig_command, from linux/mount.h.
+    const FSPICK_CLOEXEC: c_int = 1;
+    const FSPICK_EMPTY_PATH: c_int = 8;
+    const CMD_RECONFIGURE: c_int = 7;
+    let flags = FSPICK_CLOEXEC | FSPICK_EMPTY_PATH;
+    // SAFETY: the path is an empty C string.
+    let context = check_fd(unsafe {
+        libc::syscall(libc::SYS_fspick, root.as_raw_fd(), c"".as_ptr(), flags)
+    })?;
+    let none: *const c_char = std::ptr::null();
+    // SAFETY: the command takes neither key nor value.
+    check(unsafe {
+        libc::syscall(libc::SYS_fsconfig, context.as_raw_fd(), CMD_RECONFIGURE, none, none, 0)
+    } as c_int)
+    .map(drop)
+}
+
+/// Whether a regular file, which is open for writing, is also open for writing elsewhere: in any
+/// process, as the backing file of a loop device, or as swap space. Linux grants a write lease only
+/// if it is not. An error if the filesystem or the caller's rights allow no lease.
+pub fn has_other_writer(file: &File) -> io::Result<bool> {
+    // SAFETY: takes integers.
+    let set =
+        |lease: c_int| check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, lease) });
+    match set(libc::F_WRLCK) {
+        Ok(_) => set(libc::F_UNLCK).map(|_| false),
+        Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(true),
+        Err(e) => Err(e),
+    }
 }
 
 /// The inode flags of chattr(1).
@@ -402,6 +437,52 @@ pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Res
             NOSUID_NODEV_NOEXEC_NOATIME,
         )
     })
+}
+
+/// Clones the mount at `source` without attaching it, with the read-only attribute set or cleared.
+/// Other mounts of the filesystem are not affected. The clone lasts as long as the descriptor,
+/// unless [`attach_mount`] attaches it. ENOSYS before Linux 5.12.
+pub fn clone_mount(source: &CStr, read_only: bool) -> io::Result<OwnedFd> {
+    const OPEN_TREE_CLONE: u32 = 1;
+    const MOUNT_ATTR_RDONLY: u64 = 1;
+    let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as u32;
+    // SAFETY: the path is a C string alive for the call.
+    let tree = check_fd(unsafe {
+        libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, source.as_ptr(), flags)
+    })?;
+    let (attr_set, attr_clr) =
+        if read_only { (MOUNT_ATTR_RDONLY, 0) } else { (0, MOUNT_ATTR_RDONLY) };
+    let attributes = libc::mount_attr { attr_set, attr_clr, propagation: 0, userns_fd: 0 };
+    // SAFETY: path and structure are alive for the call, and the size is the structure's.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            tree.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    } as c_int)?;
+    Ok(tree)
+}
+
+/// Attaches a mount of [`clone_mount`] at `target`, and in the mount namespaces that receive
+/// mounts there.
+pub fn attach_mount(mount: &OwnedFd, target: &CStr) -> io::Result<()> {
+    const MOVE_MOUNT_F_EMPTY_PATH: c_int = 4;
+    // SAFETY: both paths are C strings alive for the call.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_move_mount,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_FDCWD,
+            target.as_ptr(),
+            MOVE_MOUNT_F_EMPTY_PATH,
+        )
+    } as c_int)
+    .map(drop)
 }
 
 /// Opens `path` below `directory` without leaving the directory or its mount, by links or `..`.

@@ -81,9 +81,9 @@ fn each_key_of_content_and_secret_is_a_file() {
         driver.ok(volume.publishing_content(&content, &secret));
         let all = [("app.conf", "a=b\n"), (".hidden", ""), secret[0], secret[1]];
         assert_eq!(files(&volume), expected(&all));
-        // The host mount is writable; files in it cannot be executed or opened as devices.
+        // Files in it cannot be written, executed or opened as devices.
         let mount = mounts_at(&volume.target).remove(0);
-        for option in ["rw", "nosuid", "nodev", "noexec"] {
+        for option in ["ro", "nosuid", "nodev", "noexec"] {
             assert!(mount.has(option), "{option}: {mount:?}");
         }
         let usage = driver.ok(stats(&volume.handle, path(&volume.target)));
@@ -190,13 +190,16 @@ fn content_that_does_not_fit_keeps_the_old_content() {
         let volume = pod_volume(driver, "uid", "small");
         let old = [("token", "old"), ("other", "same")];
         driver.ok(volume.publishing_content(&[("size", "8Mi")], &old));
-        // A pod with write access has filled the volume.
+        // A pod with write access, from an earlier version, has filled the volume.
+        let allow = || run("mount", &["-o", "remount,bind,rw", path(&volume.target)]);
+        allow();
         let junk = volume.file("..data/junk");
         assert!(fs::write(&junk, vec![1; 16 << 20]).is_err());
         let large = "x".repeat(2 << 20);
         let request = volume.publishing_content(&[("size", "8Mi")], &[("token", &large)]);
         driver.refused(request.clone(), Code::ResourceExhausted, "volume_context: size");
         assert_eq!(files(&volume), expected(&old));
+        allow();
         fs::remove_file(junk).unwrap();
         driver.ok(request);
         assert_eq!(files(&volume), expected(&[("token", &large)]));

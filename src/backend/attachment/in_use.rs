@@ -15,7 +15,7 @@ use super::super::model::{
 use super::super::store::Store;
 use super::super::volume;
 use super::super::writeback;
-use super::{device_of, is_mounted_at, is_of};
+use super::{device_of, is_mounted_at, is_of, thaw_unpublished};
 
 /// A volume that is staged or published, with its device.
 struct InUse {
@@ -112,6 +112,9 @@ pub fn usage(store: &Store, volume_id: &str, path: &Path) -> Result<Usage> {
 pub fn expand(store: &Store, volume_id: &str, path: &Path) -> Result<u64> {
     let _lock = store.locks.try_lock([volume_id])?;
     let used = in_use_at(store, volume_id, path)?;
+    if used.attachment.published.is_empty() {
+        thaw_unpublished(volume_id, &used.device, [used.attachment.staging_path.as_path()]);
+    }
     let capability = &used.attachment.capability;
     let is_deferred = used.attachment.deferred_at().is_some();
     let place = match capability.access {

@@ -10,6 +10,7 @@
 //! both.
 
 mod deferred;
+mod freeze;
 mod in_use;
 mod publish;
 mod stage;
@@ -22,10 +23,11 @@ use super::loop_device::LoopDevice;
 use super::pool;
 use super::store::Store;
 
+pub use freeze::thaw_unpublished;
 pub use in_use::{
     defect, expand, forget_if_gone, is_deferred, stats, stats_or_condition, thaw_leftover, usage,
 };
-pub use publish::{publish, unpublish};
+pub use publish::{publish, restore_read_only, unpublish};
 pub use stage::{stage, unstage};
 
 /// Whether a mount is the filesystem on this device, or its device node.

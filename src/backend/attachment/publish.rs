@@ -15,7 +15,7 @@ use super::super::pool;
 use super::super::store::Store;
 use super::super::target::{check_directory, check_file, present, remove_target};
 use super::super::writeback;
-use super::{deferred, device_of, is_mounted_at, is_of, not_staged};
+use super::{deferred, device_of, is_mounted_at, is_of, not_staged, thaw_unpublished};
 
 /// How long to wait until the previous container's mount is gone.
 const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -46,6 +46,9 @@ pub fn publish(
         return Err(not_staged(volume_id, staging));
     };
     check_second_publish(&attachment, target, requested)?;
+    if attachment.published.is_empty() {
+        thaw_unpublished(volume_id, &device, [attachment.staging_path.as_path()]);
+    }
     if let Some(deferral) = &requested.deferred {
         return deferred::publish(store, &volume, attachment, &device, target, requested, deferral);
     }
@@ -191,8 +194,29 @@ fn mount_target(
             Mounted::AtTargets => mount(volume, attachment, device, target, requested)?,
         }
     }
-    // Also if it is already mounted: a crash may have happened between the two steps.
-    if requested.is_read_only() { filesystem::make_read_only(target) } else { Ok(()) }
+    cover_if_writable(target, requested)
+}
+
+/// Covers a writable mount of a read-only publication by a read-only one. It is writable if the
+/// driver was killed while it replaced the mount, or if an earlier version published it.
+fn cover_if_writable(target: &Path, requested: &Publication) -> Result<()> {
+    if !requested.is_read_only() || filesystem::is_read_only(target)? {
+        return Ok(());
+    }
+    filesystem::bind_read_only(target, target)
+}
+
+/// Makes the targets of read-only publications read-only, which an earlier version left writable
+/// on the host. A new mount namespace of the driver shows that.
+pub fn restore_read_only(store: &Store, attachment: &Attachment) -> Result<()> {
+    let Some(device) = device_of(store, &attachment.volume_id)? else { return Ok(()) };
+    for (target, publication) in &attachment.published {
+        let is_mount = matches!(publication.capability.access, Access::Mount { .. });
+        if is_mount && publication.deferred.is_none() && is_mounted_at(target, &device)? {
+            cover_if_writable(target, publication)?;
+        }
+    }
+    Ok(())
 }
 
 /// The group that must own the files. Ownership is changed before the mount, so an existing mount
@@ -209,11 +233,14 @@ fn bind(attachment: &Attachment, target: &Path, requested: &Publication) -> Resu
         filesystem::give_to_group(staging, group)?;
     }
     make_directory(target)?;
-    filesystem::bind(staging, target)
+    match requested.is_read_only() {
+        true => filesystem::bind_read_only(staging, target),
+        false => filesystem::bind(staging, target),
+    }
 }
 
 /// Mounts the device at the target. All targets share one superblock, which is read-only if the
-/// volume is. A target that alone is read-only is made so afterwards.
+/// volume is. If the target alone is read-only, its mount is replaced.
 fn mount(
     volume: &Volume,
     attachment: &Attachment,
@@ -234,7 +261,11 @@ fn mount(
     }
     make_directory(target)?;
     let read_only = attachment.capability.is_read_only() || requested.capability.is_read_only();
-    filesystem::mount_device(device.path(), target, fs_type, flags, read_only)
+    filesystem::mount_device(device.path(), target, fs_type, flags, read_only)?;
+    match requested.is_read_only() && !read_only {
+        true => filesystem::replace_by_read_only(target, |mount| is_of(mount, device)),
+        false => Ok(()),
+    }
 }
 
 fn make_directory(target: &Path) -> Result<()> {
@@ -283,6 +314,10 @@ fn unmount_target(
     match device {
         Some(device) => {
             let last = attachment.published.keys().all(|other| other == target);
+            if last {
+                let own = [attachment.staging_path.as_path(), target];
+                thaw_unpublished(&attachment.volume_id, device, own);
+            }
             if last && attachment.mounted == Mounted::AtTargets && is_mounted_at(target, device)? {
                 writeback::sync_before_unmount(store, &attachment.volume_id, target);
             }

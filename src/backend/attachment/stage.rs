@@ -18,7 +18,7 @@ use super::super::store::Store;
 use super::super::target::check_directory;
 use super::super::volume;
 use super::super::writeback;
-use super::{device_of, is_mounted_at};
+use super::{device_of, is_mounted_at, thaw_unpublished};
 
 /// Attaches a volume and, unless it is a raw block volume, creates its filesystem if it has none.
 /// Mounts it at `path`, unless container runtimes are configured.
@@ -81,6 +81,9 @@ fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Resul
         // The condition of the volume reports the size of its device.
         warn!(volume = volume.id, %error, "failed to grow a loop device");
     }
+    if attachment.published.is_empty() {
+        thaw_unpublished(&volume.id, &device, [attachment.staging_path.as_path()]);
+    }
     let Access::Mount { fs_type, .. } = &attachment.capability.access else {
         return format::forget(store, &mut volume);
     };
@@ -134,6 +137,7 @@ fn take_down(store: &Store, attachment: &Attachment) -> Result<()> {
     let id = &attachment.volume_id;
     if let Some(device) = device_of(store, id)? {
         let staging = &attachment.staging_path;
+        thaw_unpublished(id, &device, [staging.as_path()]);
         if is_mounted_at(staging, &device)? {
             writeback::sync_before_unmount(store, id, staging);
         }

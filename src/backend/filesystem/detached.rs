@@ -7,7 +7,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{OFlag, openat};
@@ -24,9 +24,10 @@ use super::super::sys;
 pub struct Root(File);
 
 impl Root {
-    /// A path to the root, valid in this process as long as this value exists.
+    /// A path to the root, valid in this process as long as this value exists. Its last part is not
+    /// a link.
     pub fn path(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
+        PathBuf::from(format!("/proc/self/fd/{}/.", self.0.as_raw_fd()))
     }
 
     pub fn file(&self) -> &File {
@@ -100,6 +101,13 @@ pub fn mount_detached(device: &LoopDevice, fs_type: FsType) -> Result<Root> {
     mount(device, fs_type, write_options(fs_type)).context(doing).map(Root)
 }
 
+/// A writable mount of the filesystem or tmpfs that is mounted at `path`, possibly read-only. The
+/// mount at `path` stays as it is.
+pub fn writable_clone(path: &Path) -> Result<Root> {
+    let cloned = super::clone_mount(path, false).and_then(|mount| open_root(&mount));
+    cloned.context(|| format!("cloning the mount at {}", path.display())).map(Root)
+}
+
 /// A restored volume has the UUID of its source, which may also be mounted.
 const fn write_options(fs_type: FsType) -> &'static [&'static str] {
     match fs_type {
@@ -117,8 +125,12 @@ fn mount(device: &LoopDevice, fs_type: FsType, options: &[&str]) -> io::Result<F
     let source = device.path().to_str().ok_or(io::ErrorKind::InvalidInput)?;
     let mounted = sys::detached_mount(name, source, options)?;
     hit("filesystem.mounted_unseen")?;
-    // The mount's descriptor is opened with O_PATH and supports no ioctl. The root directory does,
-    // and keeps the mount.
+    open_root(&mounted)
+}
+
+/// A mount's descriptor is opened with O_PATH and supports no ioctl. The root directory does, and
+/// keeps the mount.
+fn open_root(mount: &OwnedFd) -> io::Result<File> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    Ok(openat(&mounted, ".", flags, Mode::empty())?.into())
+    Ok(openat(mount, ".", flags, Mode::empty())?.into())
 }

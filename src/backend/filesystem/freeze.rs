@@ -1,17 +1,28 @@
 //! Freezes filesystems for a snapshot. The freeze ends by [`Frozen::thaw`], by drop, or by a
 //! watchdog at the deadline. If the process is killed, the freeze guard ends it, or else the next
 //! start ([`thaw_leftover`]).
+//!
+//! Another process may freeze a volume as well (fsfreeze in a backup hook). While a pod uses the
+//! volume that freeze is reported where it prevents a call ([`refuse_frozen`]), and never ended.
+//! When no pod uses it, it is ended ([`thaw_unused`]).
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::sys::statvfs::{FsFlags, fstatvfs};
+
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::{hit, reach};
 use super::super::freeze_guard::{Guard, Hold};
+use super::super::loop_device::LoopDevice;
 use super::super::sys;
+use super::detached;
+use super::mounts::open_mounted;
 
 /// Mounted filesystems that are frozen as long as this value exists.
 #[derive(Debug)]
@@ -81,10 +92,7 @@ impl Frozen {
         match sys::freeze(&directory) {
             Ok(()) => {}
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
-                return Err(Error::Busy(
-                    "the filesystem is already frozen by another program; thaw it (fsfreeze -u)"
-                        .to_owned(),
-                ));
+                return Err(Error::Busy(frozen_elsewhere(&directory)));
             }
             Err(e) => return Err(Error::io("freezing a filesystem", e)),
         }
@@ -119,6 +127,58 @@ impl Drop for Frozen {
             tracing::error!(%error, "failed to thaw a filesystem");
         }
     }
+}
+
+/// `Precondition` if the filesystem mounted at `root` is frozen: then a write to it blocks until
+/// another process thaws it, and cannot be interrupted. Pods are not affected.
+pub fn refuse_frozen(root: &Path) -> Result<()> {
+    let root = File::open(root).context(|| format!("opening {}", root.display()))?;
+    // Nothing can be written to a read-only filesystem.
+    if fstatvfs(&root).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY)) {
+        return Ok(());
+    }
+    match sys::reconfigure_unchanged(&root) {
+        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
+            Err(Error::Precondition(frozen_elsewhere(&root)))
+        }
+        // Any other error concerns this check. The write that follows reports its own.
+        _ => Ok(()),
+    }
+}
+
+/// Says that another process froze the filesystem of `root`, and how to end that.
+fn frozen_elsewhere(root: &File) -> String {
+    let path = fs::read_link(format!("/proc/self/fd/{}", root.as_raw_fd())).unwrap_or_default();
+    // A detached mount has no path.
+    if path.parent().is_none() {
+        return "the filesystem is frozen by another process; end the freeze with fsfreeze --unfreeze in the container that \
+                has it mounted"
+            .to_owned();
+    }
+    let path = path.display();
+    format!(
+        "the filesystem at {path} is frozen by another process; end the freeze (fsfreeze --unfreeze {path}) and try again"
+    )
+}
+
+/// Maximum number of freezes of one filesystem that are ended together. Linux counts them.
+const MAX_FREEZES: usize = 16;
+
+/// Thaws the filesystem on a device, whoever froze it. The caller knows that no pod uses it: a
+/// frozen filesystem would hold the device after the last unmount, and block the next pod. Returns
+/// whether it was frozen.
+pub fn thaw_unused(device: &LoopDevice) -> Result<bool> {
+    let mounted = match open_mounted(device) {
+        Ok(mounted) => mounted,
+        // Its mounts are covered.
+        Err(_) => detached::join(device, false)?.map(detached::Root::into_file),
+    };
+    let Some(mounted) = mounted else { return Ok(false) };
+    let mut freezes = 0;
+    while freezes < MAX_FREEZES && thaw_leftover(&mounted)? {
+        freezes += 1;
+    }
+    Ok(freezes > 0)
 }
 
 /// Thaws a filesystem that a killed process left frozen. Returns false if it was not frozen.

@@ -8,8 +8,11 @@ mod make;
 mod mounts;
 mod ownership;
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::Command;
@@ -22,16 +25,18 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::model::{FsType, Usage};
+use super::sys;
 
-pub use detached::{join, mount_detached, mounted_type};
-pub use freeze::{Frozen, thaw_leftover};
+pub use detached::{join, mount_detached, mounted_type, writable_clone};
+pub use freeze::{Frozen, refuse_frozen, thaw_leftover, thaw_unused};
 pub use grow::{
     Method, check_growth_mounted, grow_mounted, grow_unmounted, grows_to, growth_cost,
     growth_method, largest_growth,
 };
 pub use make::{make, mkfs_xfs};
 pub use mounts::{
-    Mount, all_mounts, mount_among, mount_at, mounts_of, mounts_of_process, open_mounted,
+    Mount, all_mounts, is_mounted_only_at, mount_among, mount_at, mounts_of, mounts_of_process,
+    open_mounted,
 };
 pub use ownership::{give_all_to_group, give_to_group};
 
@@ -165,37 +170,37 @@ pub fn bind(source: &Path, target: &Path) -> Result<()> {
     reach("filesystem.bound")
 }
 
-/// Makes a bind mount read-only. Other mounts of the filesystem are not affected.
-pub fn make_read_only(target: &Path) -> Result<()> {
-    let none: Option<&str> = None;
-    // A remount clears the flags that it does not repeat.
-    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
-    mount(none, target, none, flags | mount_flags(target)?, none)
-        .context(|| format!("making {} read-only", target.display()))?;
-    reach("filesystem.made_read_only")
+/// Bind-mounts the directory `source` read-only at `target`, which may be `source` itself. Other
+/// mounts of the filesystem are not affected, and the other flags of `source` are kept. The mount
+/// is read-only before it is attached: other mount namespaces, such as the host's, receive a new
+/// mount, but no later change of its flags.
+pub fn bind_read_only(source: &Path, target: &Path) -> Result<()> {
+    let attached = clone_mount(source, true)
+        .and_then(|mount| sys::attach_mount(&mount, &CString::new(target.as_os_str().as_bytes())?));
+    attached.context(|| format!("bind-mounting {} read-only", target.display()))?;
+    reach("filesystem.bound_read_only")
+}
+
+/// Replaces the mount at `target`, which no pod uses yet, by a read-only one ([`bind_read_only`]).
+pub fn replace_by_read_only(target: &Path, matches: impl Fn(&Mount) -> bool) -> Result<()> {
+    let doing = || format!("mounting {} read-only", target.display());
+    let mount = clone_mount(target, true).context(doing)?;
+    unmount(target, matches)?;
+    let attached = CString::new(target.as_os_str().as_bytes())
+        .map_err(io::Error::from)
+        .and_then(|target| sys::attach_mount(&mount, &target));
+    attached.context(doing)?;
+    reach("filesystem.bound_read_only")
+}
+
+fn clone_mount(source: &Path, read_only: bool) -> io::Result<OwnedFd> {
+    sys::clone_mount(&CString::new(source.as_os_str().as_bytes())?, read_only)
 }
 
 /// Whether the mount at `path` is read-only.
 pub fn is_read_only(path: &Path) -> Result<bool> {
-    Ok(mount_flags(path)?.contains(MsFlags::MS_RDONLY))
-}
-
-fn mount_flags(path: &Path) -> Result<MsFlags> {
-    let current =
-        statvfs(path).context(|| format!("reading the mount flags of {}", path.display()))?.flags();
-    // relatime is missing because musl does not define it; the kernel sets it by default.
-    let pairs = [
-        (FsFlags::ST_RDONLY, MsFlags::MS_RDONLY),
-        (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
-        (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
-        (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
-        (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
-        (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
-    ];
-    Ok(pairs
-        .into_iter()
-        .filter(|(flag, _)| current.contains(*flag))
-        .fold(MsFlags::empty(), |flags, (_, flag)| flags | flag))
+    let found = statvfs(path).context(|| format!("reading the mount flags of {}", path.display()));
+    Ok(found?.flags().contains(FsFlags::ST_RDONLY))
 }
 
 /// How long to retry an unmount of a busy mount: until a tool that another call starts has

@@ -74,6 +74,21 @@ pub fn mounts_of(device: &LoopDevice) -> Result<Vec<Mount>> {
     Ok(mounts)
 }
 
+/// Whether this mount namespace has the filesystem on a loop device mounted at no other path than
+/// these.
+pub fn is_mounted_only_at<'a>(
+    device: &LoopDevice,
+    paths: impl IntoIterator<Item = &'a Path>,
+) -> Result<bool> {
+    let mut mounts = mounts_of(device)?;
+    for path in paths {
+        if let Some(path) = resolved(path)? {
+            mounts.retain(|mount| mount.target != path);
+        }
+    }
+    Ok(mounts.is_empty())
+}
+
 /// Opens the root of the mounted filesystem on a loop device. `None` if this kernel has it mounted
 /// in no mount namespace. The mount id is checked, because another mount may cover the path.
 pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {

@@ -6,6 +6,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use super::super::attachment::thaw_unpublished;
 use super::super::error::{Context, Error, Result};
 use super::super::filesystem;
 use super::super::loop_device::LoopDevice;
@@ -80,7 +81,10 @@ fn is_orphaned(store: &Store, row: &Inline) -> Result<bool> {
         return Ok(false);
     }
     match blocks::device(store, row)? {
-        Some(device) => Ok(!is_in_use(row, &device)?),
+        Some(device) => {
+            thaw_unpublished(&row.handle, &device, []);
+            Ok(!is_in_use(row, &device)?)
+        }
         // A volume in memory ends with its mount.
         None => Ok(true),
     }

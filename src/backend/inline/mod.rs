@@ -18,7 +18,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use super::attachment::stats_or_condition;
+use super::attachment::{stats_or_condition, thaw_unpublished};
 use super::deferral;
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
@@ -149,7 +149,10 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
 fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
     if row.request.in_memory {
         memory::mount_at_target(row)?;
-        return fill(row, &row.target, content);
+        return match row.request.read_only_content {
+            true => fill_read_only(row, content),
+            false => fill(row, &row.target, content),
+        };
     }
     let device = blocks::attach(store, row)?;
     let fs_type = blocks::filesystem(store, row, &device)?;
@@ -220,6 +223,23 @@ fn mount_flags(row: &Inline, read_only: bool) -> Vec<String> {
     flags.filter(|flag| read_only || *flag != "ro").map(str::to_owned).collect()
 }
 
+/// Fills a content volume, which is in memory and mounted at its target. The pod's mount is
+/// read-only, on the host too, and only the driver writes, through a mount that has no path.
+fn fill_read_only(row: &Inline, content: &Content) -> Result<()> {
+    let target = &row.target;
+    fill(row, &filesystem::writable_clone(target)?.path(), content)?;
+    if filesystem::is_read_only(target)? {
+        return Ok(());
+    }
+    match row.phase {
+        Phase::Creating => {
+            filesystem::replace_by_read_only(target, |mount| memory::is_of(row, mount))
+        }
+        // Published by an earlier version, which left it writable.
+        Phase::Ready | Phase::Deleting => filesystem::bind_read_only(target, target),
+    }
+}
+
 /// Sets content and owner of the volume mounted at `root`.
 fn fill(row: &Inline, root: &Path, content: &Content) -> Result<()> {
     let is_new = row.phase == Phase::Creating;
@@ -285,6 +305,7 @@ fn delete(store: &Store, row: Inline, timeout: Duration) -> Result<()> {
         deferral::take_back(store, &row.target, device.as_ref(), timeout)?;
     }
     if let Some(device) = device {
+        thaw_unpublished(&row.handle, &device, [row.target.as_path()]);
         filesystem::unmount(&row.target, |mount| mount.is_filesystem_of(&device))?;
         device.release_within(timeout)?;
     }

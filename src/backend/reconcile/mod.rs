@@ -159,6 +159,7 @@ fn log_missing_data(store: &Store) -> Result<()> {
 fn reconcile_attachments(store: &Store) -> Result<()> {
     for attachment in store.catalog.read()?.select(|_: &Attachment| true)? {
         log_error(attachment::forget_if_gone(store, &attachment), &attachment.volume_id);
+        log_error(attachment::restore_read_only(store, &attachment), &attachment.volume_id);
     }
     Ok(())
 }

@@ -2,6 +2,8 @@
 //! interruptions.
 
 mod foreign;
+mod frozen;
+mod read_only;
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};

@@ -11,7 +11,7 @@
 //! a reader that has opened the directory `..data` reads all files from one generation. The next
 //! call removes the remains of a crash.
 //!
-//! Only the driver should write here, but the mount of a pod may be writable by mistake. Therefore
+//! Only the driver should write here, but an earlier version left the mount writable. Therefore
 //! paths are not used (`Root`), existing files are never written to, and unexpected entries are
 //! replaced or removed.
 
@@ -67,7 +67,7 @@ impl Content {
 /// already does. On an error before the rename the old content is unchanged, and a repeated call
 /// continues.
 pub fn refresh(root: &Path, content: &Content) -> Result<()> {
-    let at = || format!("writing the content of {}", root.display());
+    let at = || "writing the content of the volume".to_owned();
     let root = Root::open(root).context(at)?;
     let current = current_generation(&root);
     let is_kept = |name: &[u8]| {

@@ -3,6 +3,7 @@
 
 mod foreign;
 mod frozen;
+mod group;
 mod read_only;
 
 use std::fs::{self, File};

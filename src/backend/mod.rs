@@ -84,6 +84,7 @@ pub use error::{Error, Kind, Result};
 pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
+pub use loop_device::attached_loop_devices;
 pub use model::*;
 pub use pool::{
     ImageStatus, MAX_BLOCK_SIZE as MAX_POOL_BLOCK_SIZE, PoolChoice, PoolKind, PoolStatus,
@@ -137,6 +138,18 @@ fn catalog_path(root: &Path) -> PathBuf {
 /// The lock file of a data directory.
 fn lock_path(data_dir: &Path) -> PathBuf {
     data_dir.join("lock")
+}
+
+/// The data directory of a driver that `path` is in, whether the path exists or not. Directories
+/// that this process may not read are not recognized.
+pub fn data_dir_of(path: &Path) -> Option<PathBuf> {
+    let existing = path.ancestors().find_map(|part| match part.as_os_str().is_empty() {
+        true => Path::new(".").canonicalize().ok(),
+        false => part.canonicalize().ok(),
+    })?;
+    let is_data_dir =
+        |directory: &&Path| lock_path(directory).exists() && pool::is_marked(directory);
+    existing.ancestors().find(is_data_dir).map(Path::to_owned)
 }
 
 /// Locks a data directory until the returned file is closed.
@@ -448,6 +461,16 @@ impl Backend {
             Some(_) => inline::unpublish(store, volume_id, target),
             None => attachment::unpublish(store, volume_id, target),
         })
+    }
+
+    /// Whether the volume is published at `target`, according to the catalog.
+    pub fn is_published(&self, volume_id: &str, target: &Path) -> Result<bool> {
+        let reading = self.store.catalog.read()?;
+        if let Some(row) = reading.get::<Inline>(volume_id)? {
+            return Ok(row.target == target);
+        }
+        let attachment = reading.get::<Attachment>(volume_id)?;
+        Ok(attachment.is_some_and(|attachment| attachment.published.contains_key(target)))
     }
 
     /// Creates an inline volume and mounts it at its target, or updates the content of an existing

@@ -11,6 +11,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 
 use crate::backend::{BLOCK_SIZE, Extent};
+use crate::client::in_use;
 
 /// Zeros to write at a time where there is no other way.
 const PIECE: u64 = 1 << 20;
@@ -33,6 +34,7 @@ impl Target {
     /// It is smaller than `capacity`, or in use.
     pub fn open(path: &Path, capacity: u64) -> Result<Self> {
         let shown = path.display();
+        in_use::check_path(path).context("--to")?;
         let mut options = OpenOptions::new();
         options.read(true).write(true);
         match path.metadata() {
@@ -53,6 +55,7 @@ impl Target {
             }
             file => file.with_context(|| format!("--to {shown}: open"))?,
         };
+        in_use::check_open(path, &file).context("--to")?;
         let size =
             file.seek(SeekFrom::End(0)).with_context(|| format!("--to {shown}: get its size"))?;
         let is_fresh = size == 0;
@@ -165,6 +168,9 @@ mod tests {
         let path = directory.path().join("image");
         let target = Target::open(&path, 8192).unwrap();
         assert!(target.is_fresh && path.metadata().unwrap().len() == 8192);
+        let error = format!("{:#}", Target::open(&path, 8192).unwrap_err());
+        assert!(error.contains("another program"), "{error}");
+        drop(target);
         assert!(!Target::open(&path, 8192).unwrap().is_fresh);
         let error = Target::open(&path, 8193).unwrap_err().to_string();
         assert!(error.contains("larger target"), "{error}");

@@ -17,6 +17,7 @@ pub(crate) mod connection;
 mod fake_driver;
 pub(crate) mod format;
 mod group;
+pub(crate) mod in_use;
 mod inline;
 mod map;
 pub(crate) mod names;

@@ -26,6 +26,8 @@ use super::fail_point::{hit, reach};
 use super::sys;
 use super::units::BLOCK_SIZE;
 
+pub use named::attached_loop_devices;
+
 const CONTROL: &str = "/dev/loop-control";
 const LOOP_MAJOR: u64 = 7;
 

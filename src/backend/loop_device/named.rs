@@ -1,15 +1,35 @@
-//! Finds loop devices by the name of their backing file. When the XFS of that file has shut down,
+//! Finds loop devices by the name of their backing file, or by the file, whoever attached it. When the XFS of that file has shut down,
 //! the kernel reports neither device nor inode, only the name, which is a unique id of this driver.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::fs::{self, File, Metadata};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
 
-use super::super::error::Result;
+use super::super::error::{Context, Result};
 use super::super::{ids, sys};
 use super::{DETACH_DEADLINE, Identity, LoopDevice};
+
+/// The paths of the loop devices that are attached to a file or block device.
+pub fn attached_loop_devices(backing: &File) -> Result<Vec<PathBuf>> {
+    let doing = || "reading a file's attributes".to_owned();
+    let wanted = backing.metadata().context(doing)?;
+    let is_same = |found: &Metadata| match wanted.file_type().is_block_device() {
+        true => found.file_type().is_block_device() && found.rdev() == wanted.rdev(),
+        false => (found.dev(), found.ino()) == (wanted.dev(), wanted.ino()),
+    };
+    let identity = Identity::of(backing).context(doing)?;
+    let mut devices = LoopDevice::all()?;
+    devices.retain(|device| {
+        // The path is relative to another mount namespace. The status needs the right to open the
+        // device.
+        let by_path = device.backing_path().and_then(|path| fs::metadata(path).ok());
+        by_path.is_some_and(|found| is_same(&found))
+            || device.status().is_some_and(|info| Identity::of_status(&info) == identity)
+    });
+    Ok(devices.into_iter().map(|device| device.path).collect())
+}
 
 /// A device and the id in the name of its backing file.
 pub type Named = (LoopDevice, String);
@@ -39,11 +59,15 @@ impl LoopDevice {
 
     /// The id in the name of the backing file, deleted or not.
     fn name(&self) -> Option<String> {
-        let path = format!("/sys/block/loop{}/loop/backing_file", self.number);
-        let file = fs::read_to_string(path).ok()?;
-        let file = file.trim_end_matches('\n').trim_end_matches(" (deleted)");
-        let (_, name) = file.rsplit_once('/')?;
+        let file = self.backing_path()?;
+        let name = file.trim_end_matches(" (deleted)").rsplit_once('/')?.1;
         ids::name_of(name).map(|_| name.to_owned())
+    }
+
+    /// The path of the backing file as the kernel reports it.
+    fn backing_path(&self) -> Option<String> {
+        let path = format!("/sys/block/loop{}/loop/backing_file", self.number);
+        Some(fs::read_to_string(path).ok()?.trim_end_matches('\n').to_owned())
     }
 
     /// Detaches the device from the backing file named `id`, and waits until that is done.

@@ -252,6 +252,11 @@ pub struct OpenPool {
     pub reason: String,
 }
 
+/// Whether a directory is the data directory of a driver.
+pub fn is_marked(data_dir: &Path) -> bool {
+    data_dir.join(MARKER).exists()
+}
+
 /// The contents of `pool.json`. Unused fields are omitted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Marker {

@@ -4,7 +4,9 @@
 pub mod cells;
 mod svg;
 
-use std::fs;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -15,7 +17,7 @@ use serde::Serialize;
 use super::block_map::{BlockMap, Consumer, Query, Source, Window};
 use super::cluster::{self, ClusterArgs};
 use super::connection::Connection;
-use super::{Options, Output, bounded, format, names, progress};
+use super::{Options, Output, bounded, format, in_use, names, progress};
 use crate::quantity;
 use cells::{Cells, Level};
 
@@ -101,7 +103,18 @@ pub async fn run(options: &Options, args: MapArgs) -> Result<ExitCode> {
 fn write(path: &Path, rows: &[Row]) -> Result<()> {
     let is_html = path.extension().is_some_and(|extension| extension == "html");
     let text = if is_html { svg::html(rows) } else { svg::svg(rows) };
-    fs::write(path, text).with_context(|| format!("write {}", path.display()))
+    in_use::check_path(path)?;
+    let opened = File::options().write(true).create(true).truncate(false).open(path);
+    let mut file = opened.with_context(|| format!("open {}", path.display()))?;
+    let found = file.metadata()?.file_type();
+    if found.is_block_device() {
+        bail!("{} is a block device; name a file", path.display());
+    }
+    if found.is_file() {
+        in_use::check_open(path, &file)?;
+        file.set_len(0).with_context(|| format!("truncate {}", path.display()))?;
+    }
+    file.write_all(text.as_bytes()).with_context(|| format!("write {}", path.display()))
 }
 
 /// The query of each row.

@@ -75,6 +75,59 @@ fn a_restore_replaces_whatever_the_target_held() {
 }
 
 #[test]
+fn a_target_that_is_in_use_is_never_overwritten() {
+    with_driver(|driver| {
+        let rig = two_backups(driver, "v");
+        let image = driver.scratch().join("image");
+        let content = vec![0xee; 9 * MIB as usize];
+        fs::write(&image, &content).unwrap();
+        let refuse = |target: &Path, words: &str| {
+            for flags in [&[][..], &["--resume"]] {
+                let command = ["restore", "b", "--to", path(target)];
+                rig.refused(&[&command[..], flags].concat(), words);
+            }
+        };
+        // An attached file, for writing or not, under any of its names.
+        for flags in [&[][..], &["--read-only"]] {
+            let attach = [&["--show", "--find"], flags, &[path(&image)]].concat();
+            let attached = Command::new("losetup").args(attach).output().unwrap();
+            let device = String::from_utf8(attached.stdout).unwrap();
+            let device = device.trim();
+            let link = driver.scratch().join(format!("link-{}", flags.len()));
+            fs::hard_link(&image, &link).unwrap();
+            refuse(&image, device);
+            refuse(&link, device);
+            run("losetup", &["--detach", device]);
+        }
+        // A file that another process writes.
+        let open = File::options().write(true).open(&image).unwrap();
+        refuse(&image, "open for writing in another program");
+        drop(open);
+        // A device that is attached as another one.
+        let volume = driver.volume("other", 9 * MIB, block());
+        driver.with_device(&volume, |device| {
+            let attach = ["--show", "--find", path(device)];
+            let attached = Command::new("losetup").args(attach).output().unwrap();
+            let upper = String::from_utf8(attached.stdout).unwrap();
+            refuse(device, upper.trim());
+            run("losetup", &["--detach", upper.trim()]);
+        });
+        // Files of the pool, whether they exist or not.
+        let pool = driver.data_dir();
+        for file in [pool.join("pool.img"), pool.join("new"), pool.join("a/b")] {
+            refuse(&file, "belongs to the pool");
+        }
+        let map =
+            ["snapshot", "map", "b", "--file", path(&pool.join("map.svg"))].map(str::to_owned);
+        let drawn = driver.cli(&map.each_ref().map(String::as_str));
+        let error = String::from_utf8_lossy(&drawn.stderr);
+        assert!(!drawn.status.success() && error.contains("belongs to the pool"), "{error}");
+        assert!(fs::read(&image).unwrap() == content);
+        rig.json(&["restore", "b", "--to", path(&image)]);
+    });
+}
+
+#[test]
 #[ignore = "full tier"]
 fn holes_stay_holes_and_a_smaller_target_is_refused() {
     with_driver(|driver| {

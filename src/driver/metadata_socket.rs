@@ -1,6 +1,7 @@
 //! `--metadata-endpoint`: a second socket for the sidecar, which serves clients from the network. It
-//! serves only what reads snapshot metadata, and the expiry of bases. The CSI socket also serves
-//! calls that create, delete and mount volumes, which is the power of root.
+//! serves only what reads snapshot metadata and lists bases. With `--metadata-base-retention` it also
+//! sets the retention of bases, which can end deltas from deleted snapshots. The CSI socket also
+//! serves calls that create, delete and mount volumes, which is the power of root.
 
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
@@ -31,29 +32,35 @@ const SERVICES: [&str; 5] = [
 const WHOLE: [&str; 3] =
     ["/csi.v1.Identity/", "/csi.v1.SnapshotMetadata/", "/snapshotsession.SnapshotMetadata/"];
 /// The other methods that are served.
-const METHODS: [&str; 4] = [
+const METHODS: [&str; 3] = [
     "/csi.v1.Controller/ControllerGetCapabilities",
     "/csi.v1.Controller/ListSnapshotDeltas",
     "/csiloopback.admin.v1.BaseAdmin/ListBases",
-    "/csiloopback.admin.v1.BaseAdmin/SetBaseRetention",
 ];
+/// Served with `--metadata-base-retention`.
+const SET_RETENTION: &str = "/csiloopback.admin.v1.BaseAdmin/SetBaseRetention";
 
 /// # Errors
 /// The descriptors of this build cannot be read.
-pub fn router(plugin: Plugin) -> anyhow::Result<Router> {
+pub fn router(plugin: Plugin, sets_retention: bool) -> anyhow::Result<Router> {
     let routes = Routes::default()
         .add_service(IdentityServer::new(plugin.clone()))
         .add_service(ControllerServer::new(plugin.clone()))
         .add_service(SnapshotMetadataServer::new(plugin.clone()))
         .add_service(SessionServer::new(plugin.clone()))
         .add_service(BaseAdminServer::new(plugin));
-    let routes = routes.into_axum_router().layer(from_fn(refuse_other_methods));
+    let refuse = from_fn(move |request, next| refuse_other_methods(sets_retention, request, next));
+    let routes = routes.into_axum_router().layer(refuse);
     reflection::add(Server::builder().add_routes(routes.into()), &SERVICES)
 }
 
-async fn refuse_other_methods(request: Request, next: Next) -> Response {
+async fn refuse_other_methods(sets_retention: bool, request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    if METHODS.contains(&path) || WHOLE.iter().any(|service| path.starts_with(service)) {
+    let is_retention = sets_retention && path == SET_RETENTION;
+    if is_retention
+        || METHODS.contains(&path)
+        || WHOLE.iter().any(|service| path.starts_with(service))
+    {
         return next.run(request).await;
     }
     let message =

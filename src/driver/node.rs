@@ -4,6 +4,7 @@ use std::path::Path;
 
 use tonic::{Request, Response, Status};
 
+use super::target_root::TargetRoot;
 use super::{Plugin, deferral, health, inline, request, response};
 use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
 use crate::proto::csi::v1 as csi;
@@ -188,6 +189,12 @@ fn unpublish(
 ) -> Result<csi::NodeUnpublishVolumeResponse, Status> {
     let id = request::id("volume_id", &req.volume_id)?;
     let target = request::path("target_path", &req.target_path)?;
+    // A volume that was published before `--target-root` changed can be unpublished. At any other
+    // path outside nothing can be ours, and success lets the caller forget it.
+    let is_allowed = TargetRoot::allows(plugin.target_root.as_ref(), &target);
+    if !is_allowed && !plugin.backend.is_published(id, &target)? {
+        return Ok(csi::NodeUnpublishVolumeResponse {});
+    }
     // The volume's row, not this call, determines whether the publication is deferred.
     plugin.backend.unpublish(id, &target)?;
     plugin.deferrals.discard_uncounted(id, &target);

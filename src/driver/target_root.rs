@@ -14,13 +14,21 @@ impl TargetRoot {
     /// A required path in the directory, or, without a directory, any absolute path.
     pub fn path(root: Option<&Self>, field: &'static str, value: &str) -> Result<PathBuf> {
         let path = request::path(field, value)?;
-        if let Some(Self(root)) = root
-            && !is_inside(root, &path)
-        {
-            let problem = format!("is not in the directory {} of --target-root", root.display());
-            return Err(Error::invalid(field, problem));
+        match root {
+            Some(Self(root)) if !is_inside(root, &path) => {
+                let root = root.display();
+                Err(Error::invalid(
+                    field,
+                    format!("is not in the directory {root} of --target-root"),
+                ))
+            }
+            _ => Ok(path),
         }
-        Ok(path)
+    }
+
+    /// Whether this driver may remove a target that no row names.
+    pub fn allows(root: Option<&Self>, path: &Path) -> bool {
+        root.is_none_or(|Self(root)| is_inside(root, path))
     }
 }
 

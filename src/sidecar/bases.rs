@@ -310,6 +310,10 @@ impl Bases {
                 Ok(None)
             }
             Err(status) if status.code() == Code::NotFound => Ok(None),
+            Err(status) if status.code() == Code::Unimplemented => Ok(Some(
+                "the driver's socket for the sidecar sets no retention; start the driver with --metadata-base-retention"
+                    .to_owned(),
+            )),
             Err(status) if status.code() == Code::InvalidArgument => {
                 Ok(Some(truncate(status.message(), MAX_ERROR)))
             }

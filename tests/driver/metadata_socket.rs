@@ -6,7 +6,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::admin::v1::base_admin_client::BaseAdminClient;
 use csi_loopback::proto::admin::v1::pool_admin_client::PoolAdminClient;
-use csi_loopback::proto::admin::v1::{GrowPoolRequest, ListBasesRequest};
+use csi_loopback::proto::admin::v1::set_base_retention_request::Retention;
+use csi_loopback::proto::admin::v1::{GrowPoolRequest, ListBasesRequest, SetBaseRetentionRequest};
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
 use support::requests::{Rpc, session_allocated};
@@ -66,6 +67,8 @@ fn the_metadata_socket_serves_no_call_that_changes_a_volume() {
                     .grow_pool(GrowPoolRequest::default())
                     .await
                     .unwrap_err(),
+                // It would end the deltas from all deleted snapshots.
+                keep(&snapshot).send(channel.clone()).await.unwrap_err(),
             ];
             for status in refused {
                 assert_eq!(status.code(), Code::Unimplemented, "{status:?}");
@@ -75,6 +78,59 @@ fn the_metadata_socket_serves_no_call_that_changes_a_volume() {
         assert_eq!(driver.stop().code(), Some(0));
         assert!(!socket.exists());
     });
+}
+
+fn keep(snapshot: &str) -> SetBaseRetentionRequest {
+    let retention = Some(Retention::ForSeconds(0));
+    SetBaseRetentionRequest { snapshot_id: snapshot.to_owned(), retention }
+}
+
+/// For a sidecar with `--publish-bases`.
+#[test]
+fn the_metadata_socket_sets_retention_only_with_its_flag() {
+    with_driver(|driver| {
+        let socket = driver.scratch().join("metadata.sock");
+        let flags = ["--metadata-endpoint", path(&socket), "--metadata-base-retention"];
+        driver.restart_with(&flags);
+        let volume = driver.volume("v", MIB, block());
+        let snapshot = driver.snapshot("s", &volume);
+        let channel = driver.channel_to(socket.clone());
+        driver.block_on(async {
+            keep(&snapshot).send(channel.clone()).await.unwrap();
+            let refused = csi::DeleteSnapshotRequest::default().send(channel).await.unwrap_err();
+            assert_eq!(refused.code(), Code::Unimplemented, "{refused:?}");
+        });
+    });
+}
+
+#[test]
+fn a_target_outside_the_root_is_not_removed() {
+    if !have_root() {
+        return;
+    }
+    let outside = tempfile::tempdir().unwrap();
+    let root = tempfile::tempdir().unwrap();
+    let driver = Driver::with(PoolKind::Copy, &["--target-root", path(root.path())]);
+    let volume = driver.volume("v", 4 * MIB, block());
+    symlink(outside.path(), root.path().join("link")).unwrap();
+    let (file, directory) = (outside.path().join("file"), outside.path().join("directory"));
+    std::fs::write(&file, "").unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    for target in [&file, &directory, &root.path().join("link/file"), &root.path().join("link")] {
+        driver.ok(support::requests::unpublishing(&volume, path(target)));
+        driver.ok(support::requests::unstaging(&volume, path(target)));
+        let _ = driver.call(stats(&volume, path(target)));
+        let _ = driver.call(expand_on_node(&volume, target));
+    }
+    assert!(file.exists() && directory.exists() && root.path().join("link").exists());
+    let dotted = root.path().join("a/../../file");
+    let refused = support::requests::unpublishing(&volume, path(&dotted));
+    driver.refused(refused, Code::InvalidArgument, "target_path");
+    // What an earlier mount left in the root is removed.
+    let left = root.path().join("left");
+    std::fs::write(&left, "").unwrap();
+    driver.ok(support::requests::unpublishing(&volume, path(&left)));
+    assert!(!left.exists());
 }
 
 #[test]

@@ -310,8 +310,11 @@ fn only_publish_bases_lets_the_sidecar_annotate_contents() {
     assert!(!may_patch("volumesnapshotcontents/status") && !may_patch("volumesnapshots"));
     let driver = ["get", "-n", NAMESPACE, "statefulset", "csi-loopback", "-o", "json"];
     let driver: Value = serde_json::from_str(&stdout_of(cluster.kubectl(&driver))).unwrap();
-    let sidecar = &driver["spec"]["template"]["spec"]["containers"][3];
-    assert!(sidecar["args"].as_array().unwrap().contains(&json!("--publish-bases")), "{sidecar}");
+    let containers = &driver["spec"]["template"]["spec"]["containers"];
+    for (container, flag) in [(0, "--metadata-base-retention"), (3, "--publish-bases")] {
+        let container = &containers[container];
+        assert!(container["args"].as_array().unwrap().contains(&json!(flag)), "{container}");
+    }
     // Other tests expect the base without it.
     for kind in ["clusterrolebinding", "clusterrole"] {
         stdout_of(cluster.kubectl(&["delete", kind, "csi-loopback-publish-bases"]));

@@ -169,11 +169,16 @@ pub fn reconfigure_unchanged(root: &File) -> io::Result<()> {
 /// process, as the backing file of a loop device, or as swap space. Linux grants a write lease only
 /// if it is not. An error if the filesystem or the caller's rights allow no lease.
 pub fn has_other_writer(file: &File) -> io::Result<bool> {
-    // SAFETY: takes integers.
-    let set =
-        |lease: c_int| check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, lease) });
-    match set(libc::F_WRLCK) {
-        Ok(_) => set(libc::F_UNLCK).map(|_| false),
+    /// From linux/fcntl.h.
+    const F_SETSIG: c_int = 10;
+    let set = |what: c_int, value: c_int| {
+        // SAFETY: takes integers.
+        check(unsafe { libc::fcntl(file.as_raw_fd(), what, value) })
+    };
+    // If another process opens the file meanwhile, this one gets a signal, by default a fatal one.
+    set(F_SETSIG, libc::SIGURG)?;
+    match set(libc::F_SETLEASE, libc::F_WRLCK) {
+        Ok(_) => set(libc::F_SETLEASE, libc::F_UNLCK).map(|_| false),
         Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(true),
         Err(e) => Err(e),
     }

@@ -143,8 +143,8 @@ fn a_reader_never_sees_a_mix_of_old_and_new_content() {
         let (done, reads) = (AtomicBool::new(false), AtomicU32::new(0));
         // An old directory is kept for one more call, so a read must not span two.
         let publish_and_wait = |generation: u32| {
-            let before = reads.load(Ordering::Relaxed);
             publish(generation);
+            let before = reads.load(Ordering::Relaxed);
             wait_for("a read", || reads.load(Ordering::Relaxed) > before);
         };
         thread::scope(|scope| {

@@ -132,12 +132,15 @@ impl Drop for Frozen {
 /// `Precondition` if the filesystem mounted at `root` is frozen: then a write to it blocks until
 /// another process thaws it, and cannot be interrupted. Pods are not affected.
 pub fn refuse_frozen(root: &Path) -> Result<()> {
+    // The mount may be read-only, and the filesystem not.
+    let writable = detached::writable_clone(root).map(detached::Root::into_file);
     let root = File::open(root).context(|| format!("opening {}", root.display()))?;
+    let writable = writable.as_ref().unwrap_or(&root);
     // Nothing can be written to a read-only filesystem.
-    if fstatvfs(&root).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY)) {
+    if fstatvfs(writable).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY)) {
         return Ok(());
     }
-    match sys::reconfigure_unchanged(&root) {
+    match sys::reconfigure_unchanged(writable) {
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
             Err(Error::Precondition(frozen_elsewhere(&root)))
         }
@@ -164,9 +167,9 @@ fn frozen_elsewhere(root: &File) -> String {
 /// Maximum number of freezes of one filesystem that are ended together. Linux counts them.
 const MAX_FREEZES: usize = 16;
 
-/// Thaws the filesystem on a device, whoever froze it. The caller knows that no pod uses it: a
-/// frozen filesystem would hold the device after the last unmount, and block the next pod. Returns
-/// whether it was frozen.
+/// Thaws the filesystem on a device, also if another process froze it. The caller knows that no pod
+/// uses it: a frozen filesystem would hold the device after the last unmount, and block the next
+/// pod. Returns whether it was frozen.
 pub fn thaw_unused(device: &LoopDevice) -> Result<bool> {
     let mounted = match open_mounted(device) {
         Ok(mounted) => mounted,

@@ -1,5 +1,6 @@
-//! Finds loop devices by the name of their backing file, or by the file, whoever attached it. When the XFS of that file has shut down,
-//! the kernel reports neither device nor inode, only the name, which is a unique id of this driver.
+//! Finds loop devices by their backing file, also those of other programs, or by its name. When the
+//! XFS of that file has shut down, the kernel reports neither device nor inode, only the name, which
+//! is a unique id of this driver.
 
 use std::fs::{self, File, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

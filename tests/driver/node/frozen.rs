@@ -89,7 +89,7 @@ fn a_foreign_freeze_of_a_volume_in_use_is_reported_and_kept() {
             let grows = expand_on_node(&volume, &target);
             // Without the capability, the next stage grows ext4.
             let grows = (fs_type != "ext4" || ext4_grows_online()).then_some(grows);
-            for grows in &grows {
+            if let Some(grows) = &grows {
                 driver.refused(grows.clone(), Code::FailedPrecondition, END_OF_FREEZE);
             }
             let third = driver.scratch().join("third");
@@ -107,7 +107,9 @@ fn a_foreign_freeze_of_a_volume_in_use_is_reported_and_kept() {
             driver.restart();
             assert!(is_frozen(&target), "{fs_type}");
             drop(frozen);
-            grows.into_iter().for_each(|grows| drop(driver.ok(grows)));
+            if let Some(grows) = grows {
+                driver.ok(grows);
+            }
             driver.snapshot(&format!("{fs_type}-s"), &volume);
             write(&target);
             driver.take_down(&volume);

@@ -34,8 +34,6 @@ use super::target::present;
 /// How long a call waits until a container's mount is gone.
 pub const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Maximum depth for removing empty directories.
-const MAX_DEPTH: usize = 40;
 
 /// The configured access to container runtimes, or `Precondition`.
 pub fn runtime(store: &Store) -> Result<&dyn Runtime> {
@@ -86,18 +84,21 @@ pub fn mount_flags(flags: &[String], fs_type: FsType, read_only: bool) -> Vec<St
     flags
 }
 
-/// Hands a volume to the runtime. Idempotent in any state of the runtime.
+/// Hands a volume to the runtime, after the target has its guard. Idempotent in any state of the
+/// runtime.
 pub fn hand_over(store: &Store, mount: &DeferredMount<'_>) -> Result<()> {
     let runtime = runtime(store)?;
     let target = mount.target;
     fs::create_dir_all(target).context(|| format!("creating {}", target.display()))?;
     reach("deferral.directory_made")?;
+    filesystem::mount_guard(target)?;
     runtime.stage(mount)?;
     reach("deferral.staged")
 }
 
 /// Takes a volume back from the runtime: waits until this kernel has no mount of it, removes the
-/// file for the runtime, and removes empty directories that kubelet created below the target.
+/// file for the runtime and the guard, and removes empty directories below the target, where
+/// earlier versions mounted no guard.
 /// `Precondition` if files remain there. Without a configured runtime the runtime's file is not
 /// removed.
 pub fn take_back(
@@ -117,6 +118,7 @@ pub fn take_back(
         ),
     }
     reach("deferral.unstaged")?;
+    filesystem::unmount_guard(target)?;
     match remove_empty_directories(target)? {
         0 => Ok(()),
         // kubelet cannot remove a directory with files either, so success here would not end the
@@ -191,16 +193,14 @@ pub fn defect(device: &LoopDevice, mounts: &[Mount]) -> Option<Condition> {
     Some(Condition::abnormal(HealthProblem::MountedOnHost, message))
 }
 
-/// Removes the empty directories that kubelet created for sub-paths below a target where nothing
-/// was mounted. Files there were written outside the volume, and remain. Returns their number.
+/// Removes the empty directories below a target where nothing was mounted. Files there were written
+/// outside the volume, and remain. Returns their number.
 fn remove_empty_directories(target: &Path) -> Result<usize> {
     if !present(target)?.is_some_and(|found| found.is_dir()) {
         return Ok(0);
     }
     let doing = || format!("removing empty directories from {}", target.display());
-    let top = open_directory(AT_FDCWD, target).context(doing)?;
-    let device = fstat(&top).context(doing)?.st_dev;
-    remove_empty(top, device, MAX_DEPTH).context(doing)
+    remove_empty(open_directory(AT_FDCWD, target).context(doing)?).context(doing)
 }
 
 fn open_directory<P: ?Sized + nix::NixPath>(at: impl AsFd, path: &P) -> nix::Result<OwnedFd> {
@@ -208,29 +208,61 @@ fn open_directory<P: ?Sized + nix::NixPath>(at: impl AsFd, path: &P) -> nix::Res
     openat(at, path, flags, Mode::empty())
 }
 
-/// Removes empty directories recursively and returns the number of other entries. Follows no link
-/// and enters no other filesystem.
-fn remove_empty(directory: OwnedFd, device: libc::dev_t, depth: usize) -> nix::Result<usize> {
-    let mut kept = 0;
-    let mut directory = Dir::from_fd(directory)?;
-    let mut names: Vec<CString> = Vec::new();
-    for entry in directory.iter() {
-        let name = entry?.file_name().to_owned();
-        if !matches!(name.to_bytes(), b"." | b"..") {
-            names.push(name);
-        }
-    }
-    for name in names {
-        let below = match open_directory(&directory, name.as_c_str()) {
-            Ok(below) if depth > 0 && fstat(&below)?.st_dev == device => below,
-            // Not a directory, or removed meanwhile.
-            Ok(_) | Err(Errno::ENOTDIR | Errno::ELOOP | Errno::ENOENT) => {
-                kept += 1;
-                continue;
+/// A directory on the way down: what identifies it, its name in the one above, and the entries that
+/// were not visited yet.
+struct Level {
+    identity: (libc::dev_t, libc::ino_t),
+    name: CString,
+    names: Vec<CString>,
+}
+
+impl Level {
+    fn open(directory: OwnedFd, name: CString) -> nix::Result<(Self, OwnedFd)> {
+        let status = fstat(&directory)?;
+        let mut names = Vec::new();
+        // Dir closes its descriptor.
+        let listed = openat(&directory, ".", OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
+        for entry in Dir::from_fd(listed)?.iter() {
+            let name = entry?.file_name().to_owned();
+            if !matches!(name.to_bytes(), b"." | b"..") {
+                names.push(name);
             }
-            Err(e) => return Err(e),
-        };
-        kept += remove_empty(below, device, depth - 1)?;
+        }
+        Ok((Self { identity: (status.st_dev, status.st_ino), name, names }, directory))
+    }
+}
+
+/// Removes empty directories below `top` and returns the number of other entries. Follows no link
+/// and enters no other filesystem. Any depth needs the same number of open files.
+fn remove_empty(top: OwnedFd) -> nix::Result<usize> {
+    let (level, mut directory) = Level::open(top, CString::default())?;
+    let (mut levels, mut kept) = (vec![level], 0);
+    while let Some(level) = levels.last_mut() {
+        let device = level.identity.0;
+        if let Some(name) = level.names.pop() {
+            match open_directory(&directory, name.as_c_str()) {
+                Ok(below) if fstat(&below)?.st_dev == device => {
+                    let (level, opened) = Level::open(below, name)?;
+                    levels.push(level);
+                    directory = opened;
+                }
+                // Another filesystem, or not a directory.
+                Ok(_) | Err(Errno::ENOTDIR | Errno::ELOOP) => kept += 1,
+                // Removed meanwhile.
+                Err(Errno::ENOENT) => {}
+                Err(e) => return Err(e),
+            }
+            continue;
+        }
+        let Some(Level { name, .. }) = levels.pop() else { break };
+        let Some(above) = levels.last() else { break };
+        let parent = open_directory(&directory, c"..")?;
+        let status = fstat(&parent)?;
+        if (status.st_dev, status.st_ino) != above.identity {
+            // Moved to another directory meanwhile.
+            return Err(Errno::EBUSY);
+        }
+        directory = parent;
         match unlinkat(&directory, name.as_c_str(), UnlinkatFlags::RemoveDir) {
             Ok(()) => hit("deferral.stray_removed").map_err(|_| Errno::EIO)?,
             Err(Errno::ENOTEMPTY | Errno::EEXIST | Errno::EBUSY | Errno::ENOENT) => {}
@@ -238,4 +270,31 @@ fn remove_empty(directory: OwnedFd, device: libc::dev_t, depth: usize) -> nix::R
         }
     }
     Ok(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_directories_of_any_depth_are_removed() {
+        let scratch = tempfile::tempdir().unwrap();
+        // A path of this depth is longer than PATH_MAX.
+        let deep = "d/".repeat(1000);
+        let mut at = open_directory(AT_FDCWD, scratch.path()).unwrap();
+        for _ in 0..5 {
+            let made = std::path::PathBuf::from(format!("/proc/self/fd/{}", {
+                use std::os::fd::AsRawFd;
+                at.as_raw_fd()
+            }));
+            fs::create_dir_all(made.join(&deep)).unwrap();
+            at = open_directory(AT_FDCWD, &made.join(&deep)).unwrap();
+        }
+        drop(at);
+        fs::create_dir_all(scratch.path().join("a/b")).unwrap();
+        fs::write(scratch.path().join("a/file"), "").unwrap();
+        std::os::unix::fs::symlink("/", scratch.path().join("a/b/link")).unwrap();
+        assert_eq!(remove_empty_directories(scratch.path()).unwrap(), 2);
+        assert!(scratch.path().join("a/b").exists() && !scratch.path().join("d").exists());
+    }
 }

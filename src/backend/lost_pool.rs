@@ -116,7 +116,9 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
     let _lock = store.locks.try_lock([volume_id])?;
     let found = device_of(volume_id, target)?;
     let device = found.as_ref().map(|(device, _)| device);
-    if store.config.runtime.is_some() && filesystem::mount_at(target)?.is_none() {
+    if store.config.runtime.is_some()
+        && filesystem::mount_at(target)?.is_none_or(|mount| mount.is_guard())
+    {
         // A container runtime may have mounted it. Taking back an unknown volume does nothing.
         deferral::take_back(store, target, device, deferral::UNMOUNT_TIMEOUT)?;
     }

@@ -446,7 +446,7 @@ pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Res
 
 /// Clones the mount at `source` without attaching it, with the read-only attribute set or cleared.
 /// Other mounts of the filesystem are not affected. The clone lasts as long as the descriptor,
-/// unless [`attach_mount`] attaches it. ENOSYS before Linux 5.12.
+/// unless it is attached. ENOSYS before Linux 5.12.
 pub fn clone_mount(source: &CStr, read_only: bool) -> io::Result<OwnedFd> {
     const OPEN_TREE_CLONE: u32 = 1;
     const MOUNT_ATTR_RDONLY: u64 = 1;
@@ -472,19 +472,20 @@ pub fn clone_mount(source: &CStr, read_only: bool) -> io::Result<OwnedFd> {
     Ok(tree)
 }
 
-/// Attaches a mount of [`clone_mount`] at `target`, and in the mount namespaces that receive
+/// Attaches a detached mount to an open directory or file, and in the mount namespaces that receive
 /// mounts there.
-pub fn attach_mount(mount: &OwnedFd, target: &CStr) -> io::Result<()> {
-    const MOVE_MOUNT_F_EMPTY_PATH: c_int = 4;
-    // SAFETY: both paths are C strings alive for the call.
+pub fn attach(mount: impl AsFd, at: impl AsFd) -> io::Result<()> {
+    // From linux/mount.h: MOVE_MOUNT_F_EMPTY_PATH and MOVE_MOUNT_T_EMPTY_PATH.
+    const EMPTY_PATHS: c_int = 0x4 | 0x40;
+    // SAFETY: both paths are empty C strings.
     check(unsafe {
         libc::syscall(
             libc::SYS_move_mount,
-            mount.as_raw_fd(),
+            mount.as_fd().as_raw_fd(),
             c"".as_ptr(),
-            libc::AT_FDCWD,
-            target.as_ptr(),
-            MOVE_MOUNT_F_EMPTY_PATH,
+            at.as_fd().as_raw_fd(),
+            c"".as_ptr(),
+            EMPTY_PATHS,
         )
     } as c_int)
     .map(drop)
@@ -497,10 +498,13 @@ pub fn open_beneath(directory: impl AsFd, path: &CStr, flags: c_int) -> io::Resu
     open_resolved(directory, path, flags, resolve)
 }
 
-/// Opens `path` with `root` as the root directory, without following links.
+/// Opens `path` with `root` as the root directory, without following links and without asking a
+/// filesystem: one on the path may be served by a container, which may never answer. EAGAIN if the
+/// kernel does not know the path. (It knows the paths of all mounts. Requires Linux 5.12.)
 pub fn open_in_root(root: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
+    const RESOLVE_CACHED: u64 = 0x20;
     let resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
-    open_resolved(root, path, flags, resolve)
+    open_resolved(root, path, flags, resolve | RESOLVE_CACHED)
 }
 
 fn open_resolved(

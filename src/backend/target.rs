@@ -17,10 +17,13 @@ pub fn present(path: &Path) -> Result<Option<Metadata>> {
     }
 }
 
-/// Checks that `path` is missing or a directory without a mount.
+/// Checks that `path` is missing or a directory without a mount other than the guard of a deferred
+/// volume that no record knows any more.
 pub fn check_directory(field: &'static str, path: &Path) -> Result<()> {
     let fits = present(path)?.is_none_or(|found| found.is_dir());
-    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(occupied(field, path)) }
+    let is_free =
+        || Ok::<_, Error>(filesystem::mount_at(path)?.is_none_or(|mount| mount.is_guard()));
+    if fits && is_free()? { Ok(()) } else { Err(occupied(field, path)) }
 }
 
 /// Checks that `path` is missing or an empty file without a mount.
@@ -36,8 +39,9 @@ fn occupied(field: &'static str, path: &Path) -> Error {
     ))
 }
 
-/// Removes a target. Keeps a directory or file that is not empty or in use.
+/// Removes a target and its guard. Keeps a directory or file that is not empty or in use.
 pub fn remove_target(target: &Path) -> Result<()> {
+    filesystem::unmount_guard(target)?;
     let removed = match present(target)? {
         Some(found) if found.is_dir() => fs::remove_dir(target),
         Some(found) if found.is_file() && found.len() == 0 => fs::remove_file(target),

@@ -91,16 +91,12 @@ impl Directory {
         self.entries_named(is_hash)
     }
 
-    /// The subdirectories whose names match.
+    /// Everything whose name matches. What is no directory is an entry too, and an error when it is
+    /// read.
     pub fn entries_named(&self, matches: impl Fn(&[u8]) -> bool) -> Result<Vec<Entry>> {
-        let mut entries = Vec::new();
-        for found in self.list()? {
-            let is_directory = found.file_type().is_ok_and(|kind| kind.is_dir());
-            if is_directory && matches(found.file_name().as_bytes()) {
-                entries.push(Entry { path: found.path() });
-            }
-        }
-        Ok(entries)
+        let matching =
+            self.list()?.into_iter().filter(|found| matches(found.file_name().as_bytes()));
+        Ok(matching.map(|found| Entry { path: found.path() }).collect())
     }
 
     /// Removes incomplete files of at least this age, which a killed writer left.
@@ -121,7 +117,14 @@ impl Directory {
     fn list(&self) -> Result<Vec<fs::DirEntry>> {
         let what = || format!("listing {}", self.root.display());
         let listed = match fs::read_dir(&self.root) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                // A dangling link is not a missing directory.
+                return match fs::symlink_metadata(&self.root) {
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+                    Err(e) => Err(Problem::io(what(), e)),
+                    Ok(_) => Err(unsafe_directory(&self.root)),
+                };
+            }
             listed => listed.map_err(|e| Problem::io(what(), e))?,
         };
         listed.map(|found| found.map_err(|e| Problem::io(what(), e))).collect()
@@ -229,6 +232,15 @@ impl Entry {
         let within = Directory::new(&self.path).list()?;
         let names = within.iter().map(|found| found.file_name().to_string_lossy().into_owned());
         Ok(names.filter(|name| name != MOUNT_INFO && name != TARGET).collect())
+    }
+
+    /// Whether the entry exists, complete or not.
+    pub fn exists(&self) -> Result<bool> {
+        match fs::symlink_metadata(&self.path) {
+            Ok(_) => Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(Problem::io(format!("reading {}", self.path.display()), e)),
+        }
     }
 
     /// Whether the entry exists and has not changed for `age`.

@@ -19,7 +19,7 @@ impl TargetRoot {
                 let root = root.display();
                 Err(Error::invalid(
                     field,
-                    format!("is not in the directory {root} of --target-root"),
+                    format!("is not a path in the directory {root} of --target-root"),
                 ))
             }
             _ => Ok(path),
@@ -32,13 +32,15 @@ impl TargetRoot {
     }
 }
 
-/// Whether the existing part of the path is in the directory. Symbolic links are resolved: a pod
-/// may have made them in its own volumes.
+/// Whether the existing part of the path is in the directory, and the path is not the directory
+/// itself, on which a mount would hide all pods. Symbolic links are resolved: a pod may have made
+/// them in its own volumes.
 fn is_inside(root: &Path, path: &Path) -> bool {
     let Ok(root) = root.canonicalize() else { return false };
     let existing = path.ancestors().find(|part| part.symlink_metadata().is_ok());
-    let existing = existing.and_then(|part| part.canonicalize().ok());
-    existing.is_some_and(|existing| existing.starts_with(root))
+    let Some(Ok(real)) = existing.map(Path::canonicalize) else { return false };
+    let is_root = real == root && existing == Some(path);
+    real.starts_with(root) && !is_root
 }
 
 #[cfg(test)]
@@ -67,7 +69,12 @@ mod tests {
             assert!(!refused(&root, inside), "{inside}");
         }
         assert!(!refused(&base.join("link"), "kubelet/pods/a"));
+        symlink(&root, root.join("pods/a/root")).unwrap();
         for outside in [
+            "kubelet",
+            "kubelet/",
+            "link",
+            "kubelet/pods/a/root",
             "other",
             "kubelet-2/a",
             "kubelet/pods/a/out",

@@ -114,7 +114,7 @@ impl Proxy {
         self.check_publish(group).await
     }
 
-    /// Whether anything is mounted at the target on this node.
+    /// Whether anything but the guard of a deferred volume is mounted at the target on this node.
     pub async fn is_mounted_on_host(&self, target: &str) -> Result<bool> {
         let unknown = |why: String| {
             Refusal::StateUnavailable(format!(
@@ -126,7 +126,9 @@ impl Proxy {
         let found = timeout(MOUNT_TABLE_TIMEOUT, lookup).await;
         let found = found.map_err(|late| unknown(late.to_string()))?;
         let found = found.map_err(|ended| unknown(ended.to_string()))?;
-        found.map(|mount| mount.is_some()).map_err(|error| unknown(error.to_string()))
+        let is_volume = |mount: &filesystem::Mount| !mount.is_guard();
+        let found = found.map(|mount| mount.as_ref().is_some_and(is_volume));
+        found.map_err(|error| unknown(error.to_string()))
     }
 
     /// Checks the driver's capabilities: no field is sent without its capability, and no publish is

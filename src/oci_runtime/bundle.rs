@@ -1,10 +1,13 @@
 //! A container's config.json (OCI runtime specification), as far as it concerns volumes.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail, ensure};
+use serde::de::{Error as _, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 /// Maximum bytes of config.json.
@@ -38,9 +41,30 @@ impl Spec {
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
         ensure!(bytes.len() as u64 <= MAX_BYTES, "has more than {MAX_BYTES} bytes");
-        let read: Value = serde_json::from_slice(&bytes)?;
+        let Strict(read) = serde_json::from_slice(&bytes)?;
         ensure!(read.is_object(), "is not a JSON object");
-        Ok(Some(Self(read)))
+        check_keys("", &read, &["mounts", "linux", "annotations", "hooks", "root"])?;
+        check_keys("linux", &read["linux"], &["namespaces", "rootfsPropagation", "mountLabel"])?;
+        let spec = Self(read);
+        match &spec.0["mounts"] {
+            Value::Null => {}
+            Value::Array(mounts) => {
+                for mount in mounts {
+                    ensure!(mount.is_object(), "mounts: contains something else than objects");
+                    check_keys("mounts", mount, &["type", "source", "destination", "options"])?;
+                    let text = |key: &str| mount[key].is_null() || mount[key].is_string();
+                    let options = &mount["options"];
+                    let are_texts = options.as_array().map(|all| all.iter().all(Value::is_string));
+                    ensure!(
+                        ["type", "source", "destination"].into_iter().all(text)
+                            && (options.is_null() || are_texts == Some(true)),
+                        "mounts: contains a value of the wrong type"
+                    );
+                }
+            }
+            _ => bail!("mounts: is not an array"),
+        }
+        Ok(Some(spec))
     }
 
     pub fn to_json(&self) -> Vec<u8> {
@@ -48,13 +72,13 @@ impl Spec {
         serde_json::to_vec(&self.0).unwrap_or_default()
     }
 
-    /// The bind mounts with an absolute source. Other sources are below the bundle.
-    pub fn binds(&self) -> Vec<Bind> {
+    /// The bind mounts. Relative sources are below `bundle`.
+    pub fn binds(&self, bundle: &Path) -> Vec<Bind> {
         let bind = |(index, mount): (usize, &Value)| {
-            let is_bind = mount["type"] == "bind"
+            let is_bind = matches!(mount["type"].as_str(), Some("bind" | "rbind"))
                 || options(mount).any(|option| matches!(option, "bind" | "rbind"));
-            let source = PathBuf::from(mount["source"].as_str()?);
-            (is_bind && source.is_absolute()).then_some(Bind { index, source })
+            let source = bundle.join(mount["source"].as_str().filter(|source| !source.is_empty())?);
+            is_bind.then_some(Bind { index, source })
         };
         self.mounts().iter().enumerate().filter_map(bind).collect()
     }
@@ -118,6 +142,81 @@ impl Spec {
     }
 }
 
+/// Refuses a key that some runtimes read as one of `known`, because they ignore case (Go's JSON
+/// folds two characters outside ASCII, too).
+fn check_keys(place: &str, object: &Value, known: &[&str]) -> Result<()> {
+    let fold = |key: &str| key.to_lowercase().replace('\u{17f}', "s");
+    for key in object.as_object().into_iter().flat_map(serde_json::Map::keys) {
+        let other = known.iter().find(|known| **known != key && fold(known) == fold(key));
+        if let Some(known) = other {
+            bail!("{place}: the key {key:?} must be written {known:?}");
+        }
+    }
+    Ok(())
+}
+
+/// JSON without duplicate keys, of which each runtime reads another one.
+struct Strict(Value);
+
+impl<'de> Deserialize<'de> for Strict {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(StrictVisitor).map(Self)
+    }
+}
+
+struct StrictVisitor;
+
+impl<'de> Visitor<'de> for StrictVisitor {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Value, A::Error> {
+        let mut all = Vec::new();
+        while let Some(Strict(value)) = from.next_element()? {
+            all.push(value);
+        }
+        Ok(Value::Array(all))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Value, A::Error> {
+        let mut all = serde_json::Map::new();
+        while let Some((key, Strict(value))) = from.next_entry::<String, _>()? {
+            if all.contains_key(&key) {
+                return Err(A::Error::custom(format!("the key {key:?} appears twice")));
+            }
+            all.insert(key, value);
+        }
+        Ok(Value::Object(all))
+    }
+}
+
 fn options(mount: &Value) -> impl Iterator<Item = &str> {
     mount["options"].as_array().into_iter().flatten().filter_map(Value::as_str)
 }
@@ -137,13 +236,43 @@ mod tests {
             {"type": "proc", "source": "proc", "destination": "/proc"},
             {"type": "bind", "source": "/a", "destination": "/x"},
             {"source": "/b", "destination": "/y", "options": ["rbind", "ro"]},
-            {"type": "bind", "source": "relative", "destination": "/z"},
-            {"type": "tmpfs", "source": "/c", "destination": "/w", "options": "bind"},
+            {"type": "bind", "source": "../relative", "destination": "/z"},
+            {"type": "tmpfs", "source": "/c", "destination": "/w"},
         ]));
         let bind = |index, source: &str| Bind { index, source: source.into() };
-        assert_eq!(spec.binds(), [bind(1, "/a"), bind(2, "/b")]);
+        let mut expected = [bind(1, "/a"), bind(2, "/b"), bind(3, "/bundle/../relative")];
+        assert_eq!(spec.binds(Path::new("/bundle")), expected);
         spec.set_source(2, Path::new("/n"));
-        assert_eq!(spec.binds(), [bind(1, "/a"), bind(2, "/n")]);
+        expected[1] = bind(2, "/n");
+        assert_eq!(spec.binds(Path::new("/bundle")), expected);
+    }
+
+    #[test]
+    fn a_config_that_runtimes_read_differently_is_refused() {
+        let scratch = tempfile::tempdir().unwrap();
+        let file = scratch.path().join("config.json");
+        let read = |text: &str| {
+            std::fs::write(&file, text).unwrap();
+            Spec::read(&file)
+        };
+        for text in [
+            r#"{"Mounts": []}"#,
+            r#"{"mount\u017f": []}"#,
+            r#"{"mounts": [{"Type": "bind"}]}"#,
+            r#"{"mounts": [{"source": "/a", "source": "/b"}]}"#,
+            r#"{"mounts": [], "mounts": []}"#,
+            r#"{"mounts": {}}"#,
+            r#"{"mounts": [1]}"#,
+            r#"{"mounts": [{"source": 1}]}"#,
+            r#"{"mounts": [{"options": "bind"}]}"#,
+            r#"{"mounts": [{"options": [1]}]}"#,
+            r#"{"linux": {"MountLabel": "x"}}"#,
+        ] {
+            assert!(read(text).is_err(), "{text}");
+        }
+        for text in ["{}", r#"{"mounts": null, "process": {"Env": 1.5, "env": [null, -1]}}"#] {
+            assert!(read(text).unwrap().is_some(), "{text}");
+        }
     }
 
     #[test]

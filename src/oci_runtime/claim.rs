@@ -4,6 +4,7 @@
 //! process that finds it.
 
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -80,7 +81,8 @@ impl Claim {
         info: &MountInfo,
         label: Option<&str>,
     ) -> Result<Self> {
-        let process = Process::of(std::process::id()).context("this process has no /proc entry")?;
+        let process = Process::of(std::process::id()).context("reading /proc")?;
+        let process = process.context("this process has no /proc entry")?;
         let options = format!("{:?}", (&info.device, &info.fs_type, &info.options, label));
         let mount = Sha256::digest(options).iter().map(|byte| format!("{byte:02x}")).collect();
         let (container, sandbox) = (container.clone(), sandbox.to_owned());
@@ -88,22 +90,37 @@ impl Claim {
         Ok(Self { container, sandbox, phase: Phase::Creating, process, mount, label })
     }
 
-    /// The claim after the container was created, with its first process.
+    /// The claim after the container was created, with its first process. `None`: that process has
+    /// ended, or is unknown.
     pub fn created(&self, pid: u32) -> Option<Self> {
-        let process = Process::of(pid)?;
+        let process = Process::of(pid).ok().flatten()?;
         Some(Self { phase: Phase::Created, process, ..self.clone() })
     }
 
     /// The id of a process that has the volume mounted, while the container lives. (The process
-    /// that creates the container mounts the volume shortly after claiming it.)
+    /// that creates the container mounts the volume shortly after claiming it.) `None`: the
+    /// container certainly does not live.
     pub fn process(&self, program: &Path) -> Result<Option<u32>> {
         let living = self.process.living();
+        let living = living.with_context(|| format!("container {:?}", self.container.id))?;
         if living.is_some() || self.phase == Phase::Created {
             return Ok(living);
         }
         // The creating process was killed, before or after the container was created.
-        next_runtime::container_process(program, self.container.root.as_deref(), &self.container.id)
+        state(&self.container, program)
     }
+}
+
+/// The first process of a container, as reported by the runtime. `None`: it does not live.
+fn state(container: &Container, program: &Path) -> Result<Option<u32>> {
+    next_runtime::container_process(program, container.root.as_deref(), &container.id).with_context(
+        || {
+            format!(
+                "it is unknown whether the container {:?}, which has claimed the volume, lives; try again",
+                container.id
+            )
+        },
+    )
 }
 
 /// The claims of one volume, locked for as long as this value lives.
@@ -120,7 +137,10 @@ impl<'a> Claims<'a> {
     pub fn lock(entry: &'a Entry, program: &'a Path) -> Result<Option<Self>> {
         let what = || format!("locking {}", entry.path().display());
         let until = Instant::now() + LOCK_TIMEOUT;
-        let Ok(mut directory) = File::open(entry.path()) else { return Ok(None) };
+        let mut directory = match File::open(entry.path()) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened.with_context(what)?,
+        };
         let lock = loop {
             match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => break lock,
@@ -139,9 +159,11 @@ impl<'a> Claims<'a> {
             (found.dev(), found.ino()) == (opened.dev(), opened.ino())
         };
         let opened = lock.metadata().with_context(what)?;
-        let found = fs::symlink_metadata(entry.path());
-        let current = found.is_ok_and(|found| same(&found, &opened));
-        Ok(current.then_some(Self { entry, program, _lock: lock }))
+        let found = match fs::symlink_metadata(entry.path()) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            found => found.with_context(what)?,
+        };
+        Ok(same(&found, &opened).then_some(Self { entry, program, _lock: lock }))
     }
 
     /// Checks that a container may claim the volume: no other pod uses it, this container does not
@@ -253,16 +275,28 @@ fn all(entry: &Entry) -> Result<Vec<(String, Result<Claim>)>> {
 }
 
 /// Whether a container has claimed the volume of an entry.
-pub fn has(entry: &Entry, container: &Container) -> bool {
-    fs::symlink_metadata(entry.path().join(container.file())).is_ok()
+pub fn has(entry: &Entry, container: &Container) -> Result<bool> {
+    let path = entry.path().join(container.file());
+    match fs::symlink_metadata(&path) {
+        Ok(_) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e).with_context(|| format!("reading {}", path.display())),
+    }
 }
 
-/// Whether a container with a claim lives. False if its claim is unreadable or its state is
-/// unknown.
-pub fn is_running(entry: &Entry, container: &Container, program: &Path) -> bool {
-    let claim = entry.read(&container.file()).ok().flatten();
-    let claim = claim.and_then(|bytes| serde_json::from_slice::<Claim>(&bytes).ok());
-    claim.is_some_and(|claim| claim.process(program).is_ok_and(|process| process.is_some()))
+/// Whether a container with a claim certainly does not live, and is not being created by a living
+/// process.
+pub fn has_ended(entry: &Entry, container: &Container, program: &Path) -> bool {
+    let claim = entry.read(&container.file()).map_err(anyhow::Error::from).and_then(|bytes| {
+        bytes.map(|bytes| Ok(serde_json::from_slice::<Claim>(&bytes)?)).transpose()
+    });
+    let process = match claim {
+        Ok(Some(claim)) => claim.process(program),
+        Ok(None) => Ok(None),
+        // The name of the file identifies the container.
+        Err(_) => state(container, program),
+    };
+    process.is_ok_and(|process| process.is_none())
 }
 
 /// The process ids of the containers that use the volume, and the label of each mount.
@@ -325,8 +359,17 @@ mod tests {
         Ok(first)
     }
 
-    /// A runtime without containers.
+    /// A runtime that is not called, because all claims name living or dead processes.
     const NONE: &str = "/bin/false";
+
+    /// A runtime with these words on standard error for `state`.
+    fn runtime(at: &Path, words: &str) -> std::path::PathBuf {
+        use std::os::unix::fs::PermissionsExt;
+        let program = at.join("runtime");
+        fs::write(&program, format!("#!/bin/sh\necho '{words}' >&2\nexit 1\n")).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        program
+    }
 
     #[test]
     fn the_last_container_removes_runtime_cli() {
@@ -361,12 +404,42 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(claimed(&claims, &own).unwrap(), "the first living container");
-        assert!(!has(&entry, &named("dead")) && has(&entry, &named("own")));
+        let has = |name| has(&entry, &named(name)).unwrap();
+        assert!(!has("dead") && has("own"));
         let other = Claim::creating(&named("other"), "pod", &info(&["noatime"]), None).unwrap();
         assert!(claimed(&claims, &other).unwrap_err().to_string().contains("options"));
         assert!(claimed(&claims, &own).unwrap_err().to_string().contains("already"));
         second.kill().unwrap();
         second.wait().unwrap();
+    }
+
+    #[test]
+    fn a_claim_ends_only_if_the_runtime_reports_absence() {
+        let scratch = tempfile::tempdir().unwrap();
+        let entry = entry(&scratch.path().join("crust"));
+        let mut creator = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = Process::of(creator.id()).unwrap().unwrap();
+        let own = Claim::creating(&named("own"), "pod", &info(&[]), None).unwrap();
+        let claim = Claim { container: named("c"), process, ..own.clone() };
+        entry.write(&claim.container.file(), &serde_json::to_vec(&claim).unwrap()).unwrap();
+        let absent = runtime(scratch.path(), "container does not exist");
+        assert!(!has_ended(&entry, &claim.container, &absent), "its creator lives");
+        creator.kill().unwrap();
+        creator.wait().unwrap();
+        for words in ["too many open files in system", ""] {
+            let unknown = runtime(scratch.path(), words);
+            assert!(!has_ended(&entry, &claim.container, &unknown), "{words}");
+            let claims = Claims::lock(&entry, &unknown).unwrap().unwrap();
+            let other = Claim { sandbox: "another".into(), ..own.clone() };
+            let refused = format!("{:#}", claims.check(&other).unwrap_err());
+            assert!(refused.contains("it is unknown whether"), "{refused}");
+            assert!(has(&entry, &claim.container).unwrap());
+        }
+        let absent = runtime(scratch.path(), "container does not exist");
+        assert!(has_ended(&entry, &claim.container, &absent));
+        let claims = Claims::lock(&entry, &absent).unwrap().unwrap();
+        assert!(claims.check(&own).unwrap());
+        assert!(!has(&entry, &claim.container).unwrap());
     }
 
     #[test]

@@ -1,30 +1,15 @@
-//! Parses the next runtime's command line as far as necessary. It is passed on unchanged.
+//! The next runtime's command line, as far as this program must know it: which command, container
+//! and bundle. It is passed on unchanged.
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Global flags of runc, crun and youki that take a value.
-const GLOBAL_VALUES: [&str; 8] =
-    ["log", "log-format", "root", "criu", "rootless", "cgroup-manager", "l", "r"];
-/// Flags of create, run and restore that take a value.
-const VALUES: [&str; 15] = [
-    "bundle",
-    "b",
-    "console-socket",
-    "pid-file",
-    "preserve-fds",
-    "config",
-    "notify-socket",
-    "image-path",
-    "work-path",
-    "parent-path",
-    "manage-cgroups-mode",
-    "empty-ns",
-    "status-fd",
-    "lsm-profile",
-    "lsm-mount-context",
-];
+use anyhow::{Context, Result, bail, ensure};
+
+use super::options::{self, Dialect, Words};
+
+const CONFIG: &str = "config.json";
 
 /// A parsed command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,14 +32,17 @@ pub enum Command {
     },
     /// Arguments for this program only.
     Crust(Vec<OsString>),
+    /// A command that neither creates nor deletes one container.
     Other,
+    /// It may be any command. The text says why.
+    Unknown(String),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Create {
     pub bundle: PathBuf,
-    /// Path within the bundle.
-    pub config: PathBuf,
+    /// The option `--config` of crun.
+    pub config: Option<PathBuf>,
     pub container: OsString,
     pub pid_file: Option<PathBuf>,
     /// `run` without `--detach`, which returns when the container ends.
@@ -62,96 +50,108 @@ pub struct Create {
 }
 
 impl Invocation {
-    pub fn parse(arguments: &[OsString]) -> Self {
-        let mut words = arguments.iter();
-        let mut read = Self { log: None, log_json: false, root: None, command: Command::Other };
-        while let Some(word) = words.next() {
-            let Some((name, value)) = flag(word) else {
-                read.command = command(word, words.as_slice());
-                break;
-            };
-            let value = match value {
-                None if GLOBAL_VALUES.contains(&name.as_str()) => words.next().cloned(),
-                value => value,
-            };
-            match (name.as_str(), value) {
-                ("log" | "l", Some(value)) => read.log = Some(value.into()),
-                ("log-format", Some(value)) => read.log_json = value == "json",
-                ("root" | "r", Some(value)) => read.root = Some(value),
-                _ => {}
-            }
-        }
-        read
+    pub fn parse(arguments: &[OsString], dialect: Dialect) -> Self {
+        let mut global = Words::default();
+        let rest = options::global(arguments, dialect, &mut global);
+        let log = global.value("log").and_then(log_file);
+        let log_json = global.value("log-format").is_some_and(|format| format == "json");
+        let root = global.value("root").map(OsStr::to_owned);
+        let command = match rest {
+            Err(why) => Command::Unknown(why),
+            Ok(_) if global.prints => Command::Other,
+            Ok(rest) => match rest.split_first() {
+                None => Command::Other,
+                Some((name, words)) if name == "crust" => Command::Crust(words.to_vec()),
+                Some((name, words)) => {
+                    command(name, words, dialect).unwrap_or_else(Command::Unknown)
+                }
+            },
+        };
+        Self { log, log_json, root, command }
     }
 }
 
-/// Parses `--name`, `-name` and `--name=value`, as Go programs do. `None`: not a flag.
-fn flag(word: &OsStr) -> Option<(String, Option<OsString>)> {
-    let bytes = word.as_bytes();
-    let bytes = bytes.strip_prefix(b"--").or_else(|| bytes.strip_prefix(b"-"))?;
-    if bytes.is_empty() {
+/// The file of `--log`. crun accepts other destinations, too.
+fn log_file(value: &OsStr) -> Option<PathBuf> {
+    let bytes = value.as_bytes();
+    if bytes.starts_with(b"journald:") || bytes.starts_with(b"syslog:") {
         return None;
     }
-    let mut parts = bytes.splitn(2, |byte| *byte == b'=');
-    let name = String::from_utf8_lossy(parts.next()?).into_owned();
-    Some((name, parts.next().map(|value| OsString::from_vec(value.to_vec()))))
+    Some(OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes)).into())
 }
 
-fn command(name: &OsStr, words: &[OsString]) -> Command {
-    match name.to_str() {
-        Some("create") => Command::Create(create(words, false)),
-        Some("run") => Command::Create(create(words, true)),
-        Some("restore") => Command::Restore(create(words, true)),
-        Some("delete") => {
-            // The flags of `delete` have no values.
-            let container = words.iter().find(|word| flag(word).is_none() && *word != "--");
-            match container {
-                Some(container) => Command::Delete { container: container.clone() },
-                None => Command::Other,
-            }
-        }
-        Some("crust") => Command::Crust(words.to_vec()),
+fn command(name: &OsStr, words: &[OsString], dialect: Dialect) -> Result<Command, String> {
+    let words = options::of_command(name, words, dialect)?;
+    if words.prints {
+        return Ok(Command::Other);
+    }
+    Ok(match name.to_str() {
+        Some("create") => created(&words, false)?.map_or(Command::Other, Command::Create),
+        Some("run") => created(&words, true)?.map_or(Command::Other, Command::Create),
+        Some("restore") => created(&words, true)?.map_or(Command::Other, Command::Restore),
+        // A regular expression names no container. The claims of the deleted containers are ignored
+        // as soon as their processes have ended.
+        Some("delete") if !words.is_on("regex") => match words.operands.as_slice() {
+            [container] => Command::Delete { container: container.clone() },
+            _ => Command::Other,
+        },
         _ => Command::Other,
-    }
+    })
 }
 
-fn create(words: &[OsString], attached: bool) -> Create {
-    let mut read = Create { config: "config.json".into(), attached, ..Create::default() };
-    let mut container = None;
-    let mut words = words.iter();
-    let mut flags = true;
-    while let Some(word) = words.next() {
-        let found = flag(word).filter(|_| flags);
-        let Some((name, value)) = found else {
-            match word == "--" && flags {
-                true => flags = false,
-                false => container = container.or_else(|| Some(word.clone())),
-            }
-            continue;
-        };
-        let value = match value {
-            None if VALUES.contains(&name.as_str()) => words.next().cloned(),
-            value => value,
-        };
-        match (name.as_str(), value) {
-            ("bundle" | "b", Some(value)) => read.bundle = value.into(),
-            ("config", Some(value)) => read.config = value.into(),
-            ("pid-file", Some(value)) => read.pid_file = Some(value.into()),
-            ("detach" | "d", value) => {
-                read.attached = value.is_some_and(|value| value == "false") && attached;
-            }
-            _ => {}
-        }
+/// The container that is created. `None`: it has no name, and every runtime rejects the command.
+fn created(words: &Words, attached: bool) -> Result<Option<Create>, String> {
+    let path = |name| words.value(name).map(PathBuf::from);
+    match words.operands.as_slice() {
+        [] => Ok(None),
+        [container] => Ok(Some(Create {
+            bundle: path("bundle").unwrap_or_else(|| ".".into()),
+            config: path("config"),
+            container: container.clone(),
+            pid_file: path("pid-file"),
+            attached: attached && !words.is_on("detach"),
+        })),
+        more => Err(format!("{} words name the container, expected one", more.len())),
     }
-    read.container = container.unwrap_or_default();
-    read
 }
 
 impl Create {
-    /// The container's config.json.
-    pub fn config_file(&self) -> PathBuf {
-        let bundle = if self.bundle.as_os_str().is_empty() { Path::new(".") } else { &self.bundle };
-        bundle.join(&self.config)
+    /// The container's config.json. crun resolves a relative `--config` in the current directory,
+    /// older versions in the bundle.
+    ///
+    /// # Errors
+    /// Both files exist.
+    pub fn config_file(&self) -> Result<PathBuf> {
+        let own = self.bundle.join(CONFIG);
+        let Some(config) = self.config.as_deref().filter(|config| *config != Path::new(CONFIG))
+        else {
+            return Ok(own);
+        };
+        let within = self.bundle.join(config);
+        // An absolute path replaces the bundle's.
+        if config.is_absolute() {
+            return Ok(within);
+        }
+        let exists = |path: &Path| match path.symlink_metadata() {
+            Ok(_) => Ok(true),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e).with_context(|| format!("reading {}", path.display())),
+        };
+        match (exists(config)?, exists(&within)?) {
+            (true, true) if config.canonicalize()? != within.canonicalize()? => bail!(
+                "--config: {} exists in the current directory and in the bundle; use an absolute path",
+                config.display()
+            ),
+            (true, _) => Ok(config.to_owned()),
+            (false, _) => Ok(within),
+        }
+    }
+
+    /// The directory that relative mount sources are in.
+    pub fn bundle(&self) -> Result<PathBuf> {
+        let bundle = std::path::absolute(&self.bundle).context("--bundle")?;
+        ensure!(bundle.is_absolute(), "--bundle: has no absolute path");
+        Ok(bundle)
     }
 }
 
@@ -161,7 +161,7 @@ mod tests {
 
     fn parse(line: &str) -> Invocation {
         let words: Vec<OsString> = line.split_whitespace().map(OsString::from).collect();
-        Invocation::parse(&words)
+        Invocation::parse(&words, Dialect::Go)
     }
 
     #[test]
@@ -177,15 +177,17 @@ mod tests {
             (Path::new("/b"), OsStr::new("c1"))
         );
         assert_eq!(create.pid_file, Some("/b/init.pid".into()));
-        assert_eq!((create.config_file(), create.attached), ("/b/config.json".into(), false));
+        let file = create.config_file().unwrap();
+        assert_eq!((file, create.attached), ("/b/config.json".into(), false));
     }
 
     #[test]
-    fn flags_are_parsed_in_each_form() {
+    fn create_is_recognized_after_options_of_each_runtime() {
         for line in [
             "--debug -root=/r create -b /b c1",
             "--root /r --systemd-cgroup create c1 --bundle=/b",
             "--criu run --root /r create --preserve-fds 3 --no-pivot --bundle /b -- c1",
+            "--log-level debug --root /r create --pidfd-socket /s --bundle /b c1",
         ] {
             let read = parse(line);
             assert_eq!(read.root, Some("/r".into()), "{line}");
@@ -201,14 +203,52 @@ mod tests {
     }
 
     #[test]
-    fn other_commands_are_not_parsed() {
+    fn only_known_commands_are_other_commands() {
         for line in
-            ["", "--version", "--help", "start c1", "exec c1 create", "delete", "--root", "--log x"]
+            ["", "--version", "--help", "create --help", "start c1", "exec c1 create", "delete"]
         {
             assert_eq!(parse(line).command, Command::Other, "{line}");
+        }
+        for line in [
+            "--root",
+            "--log-file x create c1",
+            "--newer create c1",
+            "--newer debug create c1",
+            "create --newer x c1",
+            "create c1 c2",
+            "clone c1",
+            "mounts add c1 {}",
+        ] {
+            assert!(matches!(parse(line).command, Command::Unknown(_)), "{line}");
         }
         for line in ["delete --force c1", "delete c1", "delete -f -- c1"] {
             assert_eq!(parse(line).command, Command::Delete { container: "c1".into() }, "{line}");
         }
+        assert_eq!(parse("delete --regex .*").command, Command::Other);
+    }
+
+    #[test]
+    fn a_relative_config_is_searched_where_each_crun_does() {
+        let scratch = tempfile::tempdir().unwrap();
+        let of = |config: &str| {
+            let bundle = scratch.path().to_owned();
+            Create { bundle, config: Some(config.into()), ..Create::default() }.config_file()
+        };
+        std::fs::write(scratch.path().join("Cargo.toml"), "").unwrap();
+        std::fs::write(scratch.path().join("other.json"), "").unwrap();
+        assert_eq!(of("config.json").unwrap(), scratch.path().join("config.json"));
+        assert_eq!(of("other.json").unwrap(), scratch.path().join("other.json"));
+        assert_eq!(of("/x.json").unwrap(), Path::new("/x.json"));
+        // Tests run in the package's directory, which has this file as well.
+        assert!(of("Cargo.toml").unwrap_err().to_string().contains("absolute"));
+        assert_eq!(of("Cargo.lock").unwrap(), Path::new("Cargo.lock"));
+    }
+
+    #[test]
+    fn other_log_destinations_are_no_files() {
+        let log = |line| parse(line).log;
+        assert_eq!(log("--log journald:c state c"), None);
+        assert_eq!(log("--log file:/l state c"), Some("/l".into()));
+        assert_eq!(log("--log /l --newer state c"), Some("/l".into()));
     }
 }

@@ -24,8 +24,8 @@ pub struct Config {
     pub crust_dir: PathBuf,
     /// A directory for this program's mounts. It is empty on the host and in other containers.
     pub work_dir: PathBuf,
-    /// kubelet's directory. Mount sources below it are compared with the mount table, because
-    /// kubelet creates bind mounts there.
+    /// Has no effect: all mount sources are compared with the mount table. Earlier versions compared
+    /// those below this directory.
     pub kubelet_dir: PathBuf,
 }
 

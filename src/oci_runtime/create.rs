@@ -24,7 +24,7 @@ use super::sub_path;
 use super::volume::Volume;
 use crate::backend::fail_point::reach;
 use crate::backend::{filesystem, sys};
-use crate::crust::{Directory, Target, trust};
+use crate::crust::{Target, trust};
 
 const NONE: Option<&str> = None;
 
@@ -34,11 +34,11 @@ const NONE: Option<&str> = None;
 /// It is unknown whether the container has deferred volumes. The container must not start, because
 /// it would see an empty directory of the host.
 pub fn find_deferred(config: &Config, create: &Create) -> Result<Option<(Spec, Vec<Deferred>)>> {
-    // The common case: without entries, the next runtime does everything.
-    if !config.crust_dir.exists() || Directory::new(&config.crust_dir).entries()?.is_empty() {
+    // The common case: the next runtime does everything.
+    if deferred::none_exist(config)? {
         return Ok(None);
     }
-    let file = create.config_file();
+    let file = create.config_file()?;
     let read = Spec::read(&file).with_context(|| {
         format!(
             "{} is unreadable, and the container may use one of the deferred volumes of this node ({})",
@@ -48,7 +48,7 @@ pub fn find_deferred(config: &Config, create: &Create) -> Result<Option<(Spec, V
     });
     // Without this file the next runtime rejects the container.
     let Some(spec) = read? else { return Ok(None) };
-    let found = deferred::find(config, &spec.binds())?;
+    let found = deferred::find(config, &spec.binds(&create.bundle()?))?;
     Ok(if found.is_empty() { None } else { Some((spec, found)) })
 }
 
@@ -72,7 +72,7 @@ pub fn create(
         container,
         claims: Vec::new(),
     };
-    let config_file = create.config_file().canonicalize().context("config.json")?;
+    let config_file = create.config_file()?.canonicalize().context("config.json")?;
     let volumes = volumes(&spec, found)?;
     enter_private_namespace(&config.work_dir)?;
     let mut roots = BTreeMap::new();
@@ -188,6 +188,9 @@ impl<'a> ContainerCreation<'a> {
         let label = self.label.as_deref();
         let claim = Claim::creating(&self.container, &self.sandbox, &deferred.info, label)?;
         let is_first = claims.check(&claim)?;
+        if is_first {
+            volume.wait_until_free()?;
+        }
         self.claims.push((deferred, claim.clone()));
         claims.add(&claim, runtime_cli)?;
         volume.mount(at)?;
@@ -212,7 +215,7 @@ impl<'a> ContainerCreation<'a> {
         for (deferred, claim) in claims {
             let Some(created) = pid.and_then(|pid| claim.created(pid)) else { continue };
             if let Ok(Some(claims)) = Claims::lock(&deferred.entry, self.program)
-                && claim::has(&deferred.entry, &self.container)
+                && claim::has(&deferred.entry, &self.container)?
             {
                 let _ = claims.put(&created);
             }
@@ -236,6 +239,7 @@ impl Drop for ContainerCreation<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::crust::Directory;
 
     #[test]
     fn an_unreadable_config_is_refused_while_entries_exist() {
@@ -243,8 +247,8 @@ mod tests {
         let crust_dir = scratch.path().join("crust");
         let config = Config { crust_dir: crust_dir.clone(), ..Config::default() };
         let bundle = scratch.path().to_owned();
-        let request = Create { bundle, config: "config.json".into(), ..Create::default() };
-        let file = request.config_file();
+        let request = Create { bundle, ..Create::default() };
+        let file = request.config_file().unwrap();
         let unreadable = [&b"{"[..], b"[]", &[b' '; (16 << 20) + 1]];
         for text in unreadable {
             fs::write(&file, text).unwrap();

@@ -1,8 +1,10 @@
 //! The mode `oci-runtime`: an OCI runtime that mounts the deferred volumes that crust_ops has
 //! staged ([`crate::crust`]), visible only to the container, and passes everything else to the next
 //! runtime, runc by default (KEP-2857). Its command line is that of the next runtime and is passed
-//! on unchanged. Only `create`, `run`, `restore`, `delete` and `crust` are parsed; if no deferred
-//! volume is involved, the next runtime replaces this process.
+//! on unchanged. If no deferred volume is involved, the next runtime replaces this process.
+//!
+//! It fails closed: while the node has deferred volumes, what it does not know (an option, a
+//! command, an entry, the state of a container) is an error and never taken for absent.
 
 mod bundle;
 mod claim;
@@ -13,6 +15,7 @@ mod crust_commands;
 mod deferred;
 mod delete;
 mod next_runtime;
+mod options;
 mod process;
 mod report;
 mod sub_path;
@@ -28,6 +31,7 @@ use anyhow::{Context, Result, bail, ensure};
 use command_line::{Command, Invocation};
 use config::Config;
 use next_runtime::NextRuntime;
+use options::Dialect;
 
 /// The file name of the program that selects this mode.
 pub const PROGRAM: &str = "csi-loopback-runc";
@@ -46,25 +50,31 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if let Some(directory) = std::env::var_os("CSI_LOOPBACK_RUNC_FAIL_POINTS") {
         crate::backend::fail_point::watch(directory.into());
     }
-    let invocation = Invocation::parse(&args.arguments);
     // Reported here and not by main, because the caller also reads the runtime's log file.
-    Ok(handle(&args, &invocation).unwrap_or_else(|error| {
+    let (invocation, result) = match Config::read() {
+        Ok(config) => {
+            let invocation = Invocation::parse(&args.arguments, Dialect::of(&config.runtime));
+            let result = handle(&args, &config, &invocation);
+            (invocation, result)
+        }
+        Err(error) => (Invocation::parse(&args.arguments, Dialect::Unknown), Err(error)),
+    };
+    Ok(result.unwrap_or_else(|error| {
         report::error(&invocation, &format!("{error:#}"));
         ExitCode::FAILURE
     }))
 }
 
-fn handle(args: &Args, invocation: &Invocation) -> Result<ExitCode> {
-    let config = Config::read()?;
+fn handle(args: &Args, config: &Config, invocation: &Invocation) -> Result<ExitCode> {
     let next = NextRuntime { program: &config.runtime, arguments: &args.arguments };
     match &invocation.command {
         Command::Create(create) => {
-            if let Some((spec, found)) = create::find_deferred(&config, create)? {
-                return create::create(&config, &next, invocation, create, spec, &found);
+            if let Some((spec, found)) = create::find_deferred(config, create)? {
+                return create::create(config, &next, invocation, create, spec, &found);
             }
         }
         Command::Restore(restore) => {
-            if let Some((_, found)) = create::find_deferred(&config, restore)? {
+            if let Some((_, found)) = create::find_deferred(config, restore)? {
                 let target = found.first().map(|deferred| deferred.target.to_string());
                 bail!(
                     "a container with a deferred volume ({}) cannot be restored from a checkpoint; create it again",
@@ -74,13 +84,18 @@ fn handle(args: &Args, invocation: &Invocation) -> Result<ExitCode> {
         }
         Command::Delete { container } => {
             if let Ok(container) = claim::container(invocation.root.as_deref(), container) {
-                let claimed = delete::claimed(&config, &container);
+                let claimed = delete::claimed(config, &container);
                 if !claimed.is_empty() {
                     return delete::delete(&next, &container, &claimed);
                 }
             }
         }
-        Command::Crust(arguments) => return Ok(crust_commands::run(&config, arguments)),
+        Command::Crust(arguments) => return Ok(crust_commands::run(config, arguments)),
+        Command::Unknown(why) => ensure!(
+            deferred::none_exist(config)?,
+            "{why}; it may create a container, and this node has deferred volumes, which would be missing in it ({})",
+            config.crust_dir.display()
+        ),
         Command::Other => {}
     }
     next.exec()

@@ -57,6 +57,23 @@ impl Volume {
         self.options.iter().flat_map(|option| option.split(',')).any(|option| option == "ro")
     }
 
+    /// Waits until this kernel has no mount of the filesystem: without a claim, nothing may have one.
+    ///
+    /// # Errors
+    /// A process that no claim names uses it, as after the loss of the entries' directory.
+    pub fn wait_until_free(&self) -> Result<()> {
+        let until = Instant::now() + BUSY_TIMEOUT;
+        while filesystem::is_mounted(&self.device)? {
+            ensure!(
+                Instant::now() < until,
+                "{} is mounted by a process that has not claimed the volume; stop the containers that use it",
+                self.device.display()
+            );
+            sleep(BUSY_INTERVAL);
+        }
+        Ok(())
+    }
+
     /// Mounts the volume at `path`, which only this mount namespace shows.
     pub fn mount(&self, path: &Path) -> Result<()> {
         let until = Instant::now() + BUSY_TIMEOUT;

@@ -43,7 +43,17 @@ impl Root {
 /// Superblocks appear in sysfs as long as they exist, also frozen ones without a mount. (Opening
 /// the device exclusively would answer this too, but makes a concurrent mount fail.)
 pub fn mounted_type(device: &LoopDevice) -> Result<Option<FsType>> {
-    let Some(name) = device.path().file_name() else { return Ok(None) };
+    mounted_type_at(device.path())
+}
+
+/// Whether this kernel has mounted the filesystem on a block device, in any mount namespace.
+/// `device` has no symbolic links.
+pub fn is_mounted(device: &Path) -> Result<bool> {
+    Ok(mounted_type_at(device)?.is_some())
+}
+
+fn mounted_type_at(device: &Path) -> Result<Option<FsType>> {
+    let Some(name) = device.file_name() else { return Ok(None) };
     for fs_type in [FsType::Ext4, FsType::Xfs] {
         if Path::new("/sys/fs").join(fs_type.name()).join(name).exists() {
             return Ok(Some(fs_type));

@@ -4,6 +4,7 @@
 mod detached;
 mod freeze;
 mod grow;
+mod guard;
 mod make;
 mod mounts;
 mod ownership;
@@ -27,12 +28,13 @@ use super::fail_point::reach;
 use super::model::{FsType, Usage};
 use super::sys;
 
-pub use detached::{join, mount_detached, mounted_type, writable_clone};
+pub use detached::{is_mounted, join, mount_detached, mounted_type, writable_clone};
 pub use freeze::{Frozen, refuse_frozen, thaw_leftover, thaw_unused};
 pub use grow::{
     Method, check_growth_mounted, grow_mounted, grow_unmounted, grows_to, growth_cost,
     growth_method, largest_growth,
 };
+pub use guard::{mount_guard, unmount_guard};
 pub use make::{make, mkfs_xfs};
 pub use mounts::{
     Mount, all_mounts, is_mounted_only_at, mount_among, mount_at, mounts_of, mounts_of_process,
@@ -176,7 +178,7 @@ pub fn bind(source: &Path, target: &Path) -> Result<()> {
 /// mount, but no later change of its flags.
 pub fn bind_read_only(source: &Path, target: &Path) -> Result<()> {
     let attached = clone_mount(source, true)
-        .and_then(|mount| sys::attach_mount(&mount, &CString::new(target.as_os_str().as_bytes())?));
+        .and_then(|mount| attach(&mount, target));
     attached.context(|| format!("bind-mounting {} read-only", target.display()))?;
     reach("filesystem.bound_read_only")
 }
@@ -186,11 +188,13 @@ pub fn replace_by_read_only(target: &Path, matches: impl Fn(&Mount) -> bool) -> 
     let doing = || format!("mounting {} read-only", target.display());
     let mount = clone_mount(target, true).context(doing)?;
     unmount(target, matches)?;
-    let attached = CString::new(target.as_os_str().as_bytes())
-        .map_err(io::Error::from)
-        .and_then(|target| sys::attach_mount(&mount, &target));
-    attached.context(doing)?;
+    attach(&mount, target).context(doing)?;
     reach("filesystem.bound_read_only")
+}
+
+fn attach(mount: &OwnedFd, target: &Path) -> io::Result<()> {
+    let at = File::options().read(true).custom_flags(libc::O_PATH).open(target)?;
+    sys::attach(mount, &at)
 }
 
 fn clone_mount(source: &Path, read_only: bool) -> io::Result<OwnedFd> {

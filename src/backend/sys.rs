@@ -472,8 +472,32 @@ pub fn clone_mount(source: &CStr, read_only: bool) -> io::Result<OwnedFd> {
     Ok(tree)
 }
 
-/// Attaches a detached mount to an open directory or file, and in the mount namespaces that receive
-/// mounts there.
+/// Copies a mount, of which only the opened directory or file is visible, without a path and without
+/// the mounts below it.
+pub fn detached_copy(opened: impl AsFd) -> io::Result<OwnedFd> {
+    // From linux/mount.h: OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC.
+    let flags = 1 | libc::O_CLOEXEC | libc::AT_EMPTY_PATH;
+    // SAFETY: the path is an empty C string.
+    check_fd(unsafe {
+        libc::syscall(libc::SYS_open_tree, opened.as_fd().as_raw_fd(), c"".as_ptr(), flags)
+    })
+}
+
+/// Moves the calling thread to another mount namespace, whose root becomes its root and current
+/// directory. The process must have no other thread.
+pub fn enter_mount_namespace(namespace: &File) -> io::Result<()> {
+    // SAFETY: takes a descriptor and an integer.
+    check(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNS) }).map(drop)
+}
+
+/// Opens `path`, in which no component is a link, with `root` as the root directory.
+pub fn open_without_links(root: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
+    let resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
+    open_resolved(root, path, flags, resolve)
+}
+
+/// Attaches a detached mount to an opened directory or file, and in the mount namespaces that receive
+/// mounts there, or moves a mount there.
 pub fn attach(mount: impl AsFd, at: impl AsFd) -> io::Result<()> {
     // From linux/mount.h: MOVE_MOUNT_F_EMPTY_PATH and MOVE_MOUNT_T_EMPTY_PATH.
     const EMPTY_PATHS: c_int = 0x4 | 0x40;
@@ -498,7 +522,7 @@ pub fn open_beneath(directory: impl AsFd, path: &CStr, flags: c_int) -> io::Resu
     open_resolved(directory, path, flags, resolve)
 }
 
-/// Opens `path` with `root` as the root directory, without following links and without asking a
+/// Opens `path` with `root` as the root directory, without following links and without calling a
 /// filesystem: one on the path may be served by a container, which may never answer. EAGAIN if the
 /// kernel does not know the path. (It knows the paths of all mounts. Requires Linux 5.12.)
 pub fn open_in_root(root: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
@@ -568,8 +592,8 @@ pub fn receive_with_descriptors(
     Ok((received.bytes, descriptors))
 }
 
-/// Moves the calling thread to a copy of its mount namespace. The process must have no other
-/// thread, which would remain in the old namespace.
+/// Moves the calling thread to a copy of its mount namespace. Other threads remain in the old
+/// namespace. (`/proc/self` describes the first thread.)
 pub fn new_mount_namespace() -> io::Result<()> {
     // SAFETY: takes an integer.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) }).map(drop)

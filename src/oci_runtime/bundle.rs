@@ -3,12 +3,13 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use nix::mount::MsFlags;
 use serde::de::{Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Maximum bytes of config.json.
 const MAX_BYTES: u64 = 16 << 20;
@@ -44,6 +45,7 @@ impl Spec {
         let Strict(read) = serde_json::from_slice(&bytes)?;
         ensure!(read.is_object(), "is not a JSON object");
         check_keys("", &read, &["mounts", "linux", "annotations", "hooks", "root"])?;
+        check_keys("hooks", &read["hooks"], &["createRuntime"])?;
         check_keys("linux", &read["linux"], &["namespaces", "rootfsPropagation", "mountLabel"])?;
         let spec = Self(read);
         match &spec.0["mounts"] {
@@ -87,6 +89,94 @@ impl Spec {
         if let Some(mount) = self.0["mounts"].get_mut(index) {
             mount["source"] = source.to_string_lossy().into();
         }
+    }
+
+    /// The destination of a mount, normalized. `None`: it contains `..`.
+    pub fn destination(&self, index: usize) -> Option<PathBuf> {
+        let given = Path::new(self.mounts().get(index)?["destination"].as_str()?);
+        let mut normal = PathBuf::from("/");
+        for component in given.components() {
+            match component {
+                Component::Normal(name) => normal.push(name),
+                Component::RootDir | Component::CurDir => {}
+                Component::ParentDir | Component::Prefix(_) => return None,
+            }
+        }
+        Some(normal)
+    }
+
+    /// The paths within a mount at which the container has other mounts.
+    ///
+    /// # Errors
+    /// A destination contains `..`.
+    pub fn mount_points_below(&self, index: usize) -> Result<Vec<PathBuf>> {
+        let destination = |index| {
+            self.destination(index)
+                .with_context(|| format!("mounts[{index}]: has no plain destination"))
+        };
+        let own = destination(index)?;
+        let mut below = Vec::new();
+        for other in 0..self.mounts().len() {
+            let other = destination(other)?;
+            below.extend(other.strip_prefix(&own).ok().map(Path::to_owned));
+        }
+        below.retain(|path| !path.as_os_str().is_empty());
+        Ok(below)
+    }
+
+    /// The flags of a bind mount, such as read-only.
+    ///
+    /// # Errors
+    /// An option is not supported for a deferred volume.
+    pub fn flags(&self, index: usize) -> Result<MsFlags> {
+        let mut flags = MsFlags::empty();
+        let Some(mount) = self.mounts().get(index) else { return Ok(flags) };
+        for option in options(mount) {
+            flags |= match option {
+                "ro" | "rro" => MsFlags::MS_RDONLY,
+                "nosuid" | "rnosuid" => MsFlags::MS_NOSUID,
+                "nodev" | "rnodev" => MsFlags::MS_NODEV,
+                "noexec" | "rnoexec" => MsFlags::MS_NOEXEC,
+                "noatime" | "rnoatime" => MsFlags::MS_NOATIME,
+                "nodiratime" | "rnodiratime" => MsFlags::MS_NODIRATIME,
+                "bind" | "rbind" | "private" | "rprivate" | "slave" | "rslave" | "unbindable"
+                | "runbindable" | "rw" | "suid" | "dev" | "exec" | "atime" | "diratime"
+                | "relatime" | "norelatime" | "strictatime" | "nostrictatime" | "defaults" => {
+                    MsFlags::empty()
+                }
+                other => bail!(
+                    "the mount at {} has the option {other:?}, which is not supported for a deferred volume",
+                    mount["destination"].as_str().unwrap_or_default()
+                ),
+            };
+        }
+        ensure!(
+            mount["uidMappings"].is_null() && mount["gidMappings"].is_null(),
+            "a deferred volume cannot be mounted with mapped ids"
+        );
+        Ok(flags)
+    }
+
+    /// Adds a hook that runs after the container's mounts were made, and before it gets its root.
+    ///
+    /// # Errors
+    /// The hooks have an unknown form.
+    pub fn add_hook(&mut self, program: &Path, arguments: &[String]) -> Result<()> {
+        let program = program.to_str().context("the path of this program is not UTF-8")?;
+        let hook = json!({
+            "path": program, "args": arguments, "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
+        });
+        let hooks = &mut self.0["hooks"];
+        if hooks.is_null() {
+            *hooks = json!({});
+        }
+        let all = hooks.as_object_mut().context("hooks: is not an object")?;
+        let all = all.entry("createRuntime").or_insert(Value::Null);
+        if all.is_null() {
+            *all = json!([]);
+        }
+        all.as_array_mut().context("hooks.createRuntime: is not an array")?.insert(0, hook);
+        Ok(())
     }
 
     /// The pod sandbox, or the container itself if it belongs to none.
@@ -224,7 +314,6 @@ fn options(mount: &Value) -> impl Iterator<Item = &str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn spec(mounts: Value) -> Spec {
         Spec(json!({"mounts": mounts, "linux": {"namespaces": [{"type": "mount"}]}}))

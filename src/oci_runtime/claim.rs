@@ -300,11 +300,15 @@ pub fn has_ended(entry: &Entry, container: &Container, program: &Path) -> bool {
 }
 
 /// The process ids of the containers that use the volume, and the label of each mount.
+///
+/// # Errors
+/// It is unknown whether a container uses it.
 pub fn processes(entry: &Entry, program: &Path) -> Result<Vec<(u32, Option<String>)>> {
     let mut processes = Vec::new();
-    for (_, claim) in all(entry)? {
-        // An unreadable claim identifies no container.
-        let Ok(claim) = claim else { continue };
+    for (name, claim) in all(entry)? {
+        let claim = claim.with_context(|| {
+            format!("{}: is an unreadable claim", entry.path().join(&name).display())
+        })?;
         let process = claim.process(program)?;
         processes.extend(process.map(|process| (process, claim.label)));
     }
@@ -452,7 +456,7 @@ mod tests {
         entry.write(&name, b"{").unwrap();
         let refused = format!("{:#}", claimed(&claims, &own).unwrap_err());
         assert!(refused.contains(&name), "{refused}");
-        assert!(processes(&entry, Path::new(NONE)).unwrap().is_empty());
+        assert!(processes(&entry, Path::new(NONE)).is_err());
         // The deletion of the container removes its claim, whatever the file contains.
         claims.remove(&named("bad")).unwrap();
         assert!(claimed(&claims, &own).unwrap());

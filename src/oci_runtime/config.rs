@@ -24,8 +24,7 @@ pub struct Config {
     pub crust_dir: PathBuf,
     /// A directory for this program's mounts. It is empty on the host and in other containers.
     pub work_dir: PathBuf,
-    /// Has no effect: all mount sources are compared with the mount table. Earlier versions compared
-    /// those below this directory.
+    /// kubelet's directory. A guarded target in it is a deferred volume, also without an entry.
     pub kubelet_dir: PathBuf,
 }
 

@@ -1,8 +1,8 @@
-//! `create` and `run` of a container with deferred volumes. This process mounts the volumes in its
-//! own mount namespace and starts the next runtime there. That runtime clones the namespace and
-//! binds the volumes into the container; the rest of the namespace ends with this process. Nothing
-//! is ever mounted on the host, and the bundle is not changed: a config.json with the new sources
-//! is mounted over it in the namespace.
+//! `create` and `run` of a container with deferred volumes. A thread mounts the volumes in its own
+//! mount namespace and copies each mount, detached: no namespace shows it. The next runtime runs in
+//! the original namespace, with placeholders in place of the volumes, and calls a hook that attaches
+//! the detached mounts in the container ([`super::attach`]). Nothing is mounted on the host, and the
+//! container sees a volume only by its mounts.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -11,7 +11,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::mount::{MsFlags, mount};
 
 use super::bundle::Spec;
@@ -19,6 +19,7 @@ use super::claim::{self, Claim, Claims, Container};
 use super::command_line::{Create, Invocation};
 use super::config::Config;
 use super::deferred::{self, Deferred};
+use super::handover::{self, Prepared};
 use super::next_runtime::{self, NextRuntime};
 use super::sub_path;
 use super::volume::Volume;
@@ -39,6 +40,7 @@ pub fn find_deferred(config: &Config, create: &Create) -> Result<Option<(Spec, V
         return Ok(None);
     }
     let file = create.config_file()?;
+    handover::restore_interrupted(&file)?;
     let read = Spec::read(&file).with_context(|| {
         format!(
             "{} is unreadable, and the container may use one of the deferred volumes of this node ({})",
@@ -58,7 +60,7 @@ pub fn create(
     next: &NextRuntime<'_>,
     invocation: &Invocation,
     create: &Create,
-    mut spec: Spec,
+    spec: Spec,
     found: &[Deferred],
 ) -> Result<ExitCode> {
     ensure!(nix::unistd::geteuid().is_root(), "mounting a volume requires root");
@@ -74,31 +76,24 @@ pub fn create(
     };
     let config_file = create.config_file()?.canonicalize().context("config.json")?;
     let volumes = volumes(&spec, found)?;
-    enter_private_namespace(&config.work_dir)?;
-    let mut roots = BTreeMap::new();
-    for (number, (target, (deferred, volume))) in volumes.iter().enumerate() {
-        let at = config.work_dir.join(format!("volume-{number}"));
-        let root = creation
-            .mount(deferred, volume, &at, &runtime_cli)
-            .with_context(|| format!("volume of {target}"))?;
-        roots.insert(*target, (at, root));
+    prepare_work_dir(&config.work_dir)?;
+    let work_dir = &config.work_dir;
+    let prepared = std::thread::scope(|scope| {
+        let thread =
+            scope.spawn(|| creation.prepare(work_dir, &spec, found, &volumes, &runtime_cli));
+        thread.join().map_err(|_| anyhow::anyhow!("the thread that mounts volumes has panicked"))
+    })??;
+    reach("oci_runtime.prepared")?;
+    let (status, attached) =
+        handover::run(next, work_dir, &config_file, spec, &prepared, &runtime_cli)?;
+    if status.success() && !attached {
+        let root = creation.container.root.as_deref();
+        next_runtime::delete_container(next.program, root, &creation.container.id)?;
+        bail!(
+            "{} has created the container without running its hooks (createRuntime), so that its volumes are missing",
+            next.program.display()
+        );
     }
-    for deferred in found {
-        let Some((at, root)) = roots.get(&deferred.target) else { continue };
-        let source = match deferred.sub_path.as_os_str().is_empty() {
-            true => at.clone(),
-            false => {
-                let at = config.work_dir.join(format!("sub-path-{}", deferred.index));
-                bind_sub_path(root, &deferred.sub_path, &at)
-                    .with_context(|| format!("volume of {}", deferred.target))?;
-                at
-            }
-        };
-        spec.set_source(deferred.index, &source);
-    }
-    drop(roots);
-    replace_config(&config_file, &config.work_dir.join("config.json"), &spec)?;
-    let status = next.run()?;
     if status.success() && !create.attached {
         creation.complete(create)?;
     }
@@ -121,12 +116,20 @@ fn volumes<'a>(
     Ok(volumes)
 }
 
-/// Enters a private mount namespace. Its mounts are invisible to other processes; mounts and
-/// unmounts on the host propagate into it.
-pub fn enter_private_namespace(work_dir: &Path) -> Result<()> {
+/// Creates the work directory. Only root may write to it.
+fn prepare_work_dir(work_dir: &Path) -> Result<()> {
     let what = || format!("{} (workDir)", work_dir.display());
     DirBuilder::new().recursive(true).mode(0o700).create(work_dir).with_context(what)?;
     trust::directory(work_dir).with_context(what)?;
+    handover::remove_abandoned(work_dir);
+    Ok(())
+}
+
+/// Moves this thread to a private mount namespace. Its mounts are invisible to other processes;
+/// mounts and unmounts on the host propagate into it.
+pub fn enter_private_namespace(work_dir: &Path) -> Result<()> {
+    prepare_work_dir(work_dir)?;
+    let what = || format!("{} (workDir)", work_dir.display());
     sys::new_mount_namespace().context("creating a mount namespace")?;
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_SLAVE, NONE)
         .context("making the mount namespace private")?;
@@ -136,10 +139,8 @@ pub fn enter_private_namespace(work_dir: &Path) -> Result<()> {
     Ok(reach("oci_runtime.namespace_entered")?)
 }
 
-/// Bind mounts the file or directory at a sub-path of a volume at `at`.
-fn bind_sub_path(root: &File, sub_path: &Path, at: &Path) -> Result<()> {
-    let opened = sub_path::open(root, sub_path)?;
-    reach("oci_runtime.sub_path_opened")?;
+/// Bind mounts an opened file or directory at `at`, with these flags in addition.
+fn bind_opened(opened: &File, at: &Path, flags: MsFlags) -> Result<()> {
     match opened.metadata().context("sub-path")?.is_dir() {
         true => fs::create_dir(at),
         false => OpenOptions::new().write(true).create_new(true).mode(0o600).open(at).map(drop),
@@ -148,14 +149,28 @@ fn bind_sub_path(root: &File, sub_path: &Path, at: &Path) -> Result<()> {
     // Bind the opened file, because another file may have its name now.
     let opened = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
     filesystem::bind(&opened, at)?;
-    Ok(())
+    if flags.is_empty() { Ok(()) } else { Ok(filesystem::add_mount_flags(at, flags)?) }
 }
 
-/// Mounts the changed config.json over the bundle's, in this namespace.
-fn replace_config(config_file: &Path, own: &Path, spec: &Spec) -> Result<()> {
-    fs::write(own, spec.to_json()).context("writing config.json")?;
-    filesystem::bind(own, config_file)?;
-    Ok(())
+/// A detached mount of a volume, or of a sub-path of it.
+fn prepare_one(root: &File, spec: &Spec, deferred: &Deferred, at: &Path) -> Result<Prepared> {
+    let opened = match deferred.sub_path.as_os_str().is_empty() {
+        true => root.try_clone().context("duplicating the volume's descriptor")?,
+        false => sub_path::open(root, &deferred.sub_path)?,
+    };
+    reach("oci_runtime.sub_path_opened")?;
+    let is_directory = opened.metadata().context("sub-path")?.is_dir();
+    bind_opened(&opened, at, spec.flags(deferred.index)?)?;
+    let bound = File::options().read(true).custom_flags(libc::O_PATH).open(at)?;
+    let mut points = Vec::new();
+    for point in spec.mount_points_below(deferred.index)?.into_iter().filter(|_| is_directory) {
+        let found = sub_path::find(&bound, &point)?;
+        let Some(found) = found else { continue };
+        let is_directory = found.metadata().context("mount point")?.is_dir();
+        points.push((point, is_directory));
+    }
+    let mount = sys::detached_copy(&bound).context("copying the mount")?;
+    Ok(Prepared { index: deferred.index, mount, is_directory, points })
 }
 
 /// A container that is being created. Its claims are removed on drop unless it was completed.
@@ -168,6 +183,35 @@ struct ContainerCreation<'a> {
 }
 
 impl<'a> ContainerCreation<'a> {
+    /// Claims and mounts the volumes in a private mount namespace of this thread. Returns a detached
+    /// mount for each of the container's mounts.
+    fn prepare(
+        &mut self,
+        work_dir: &Path,
+        spec: &Spec,
+        found: &'a [Deferred],
+        volumes: &BTreeMap<&'a Target, (&'a Deferred, Volume)>,
+        runtime_cli: &Path,
+    ) -> Result<Vec<Prepared>> {
+        enter_private_namespace(work_dir)?;
+        let mut roots = BTreeMap::new();
+        for (number, (target, (deferred, volume))) in volumes.iter().enumerate() {
+            let at = work_dir.join(format!("volume-{number}"));
+            let root = self
+                .mount(deferred, volume, &at, runtime_cli)
+                .with_context(|| format!("volume of {target}"))?;
+            roots.insert(*target, root);
+        }
+        let mut prepared = Vec::new();
+        for deferred in found {
+            let Some(root) = roots.get(&deferred.target) else { continue };
+            let at = work_dir.join(format!("bind-{}", deferred.index));
+            let one = prepare_one(root, spec, deferred, &at);
+            prepared.push(one.with_context(|| format!("volume of {}", deferred.target))?);
+        }
+        Ok(prepared)
+    }
+
     /// Claims a volume, mounts it at `at` and changes the group of its files. Returns its root
     /// directory.
     fn mount(

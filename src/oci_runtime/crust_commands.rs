@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -70,7 +70,8 @@ fn bytes(name: &str, argument: &OsString) -> Result<u64> {
 }
 
 fn stats(config: &Config, target: &Path) -> Result<serde_json::Value> {
-    let joined = JoinedVolume::join(config, target, STATS_TIMEOUT)?;
+    exit_after(STATS_TIMEOUT);
+    let joined = JoinedVolume::join(config, target)?;
     let containers = joined.containers;
     let condition =
         |abnormal: bool, message: String| json!({"abnormal": abnormal, "message": message});
@@ -107,7 +108,8 @@ fn stats(config: &Config, target: &Path) -> Result<serde_json::Value> {
 
 fn resize(config: &Config, target: &Path, minimum: u64, maximum: u64) -> Result<serde_json::Value> {
     ensure!(maximum == 0 || minimum <= maximum, "MIN exceeds MAX");
-    let joined = JoinedVolume::join(config, target, RESIZE_TIMEOUT)?;
+    exit_after(RESIZE_TIMEOUT);
+    let joined = JoinedVolume::join(config, target)?;
     let volume = &joined.volume;
     let size = File::open(&volume.device)
         .and_then(|device| sys::block_size_bytes(&device))
@@ -141,25 +143,31 @@ struct JoinedVolume {
     containers: usize,
     /// It was mounted writable and is now read-only.
     became_read_only: bool,
-    /// A container's mount, which keeps the filesystem mounted.
-    _mount: OwnedFd,
+    /// A container's mount, which keeps the filesystem mounted; `None` if no mount can be opened
+    /// without a call to a filesystem of the container.
+    _mount: Option<OwnedFd>,
 }
 
 impl JoinedVolume {
-    fn join(config: &Config, target: &Path, timeout: Duration) -> Result<Self> {
+    fn join(config: &Config, target: &Path) -> Result<Self> {
         let target = Target::new("TARGET", target)?;
         let entry = Directory::new(&config.crust_dir).entry(&target);
         let info = entry
             .mount_info()?
             .with_context(|| format!("{target} has no entry; publish the volume again"))?;
         let volume = Volume::new(&info, None)?;
-        let (containers, found) = find_mount(config, &entry, &target, &volume)?;
-        let ContainerMount { mount, label } = found;
+        let Some(found) = find_mounts(config, &entry, &volume)? else {
+            return Err(NotRunning(target).into());
+        };
+        let ContainerMounts { containers, label, opened } = found;
         let volume = Volume::new(&info, label.as_deref())?;
         enter_private_namespace(&config.work_dir)?;
-        exit_after(timeout);
         let at = config.work_dir.join(MOUNTED);
         std::fs::create_dir(&at).with_context(|| format!("creating {}", at.display()))?;
+        // The last container may have ended meanwhile.
+        if opened.is_none() && !filesystem::is_mounted(&volume.device)? {
+            return Err(NotRunning(target).into());
+        }
         let became_read_only = match volume.join(&at) {
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) && !volume.is_read_only() => {
                 volume.join_read_only(&at).context("mounting the filesystem read-only")?;
@@ -167,48 +175,59 @@ impl JoinedVolume {
             }
             joined => joined.map(|()| false).context("mounting the filesystem")?,
         };
-        Ok(Self { volume, containers, became_read_only, _mount: mount })
+        Ok(Self { volume, containers, became_read_only, _mount: opened })
     }
 }
 
-/// A container's mount of a volume.
-struct ContainerMount {
-    mount: OwnedFd,
+/// The mounts of a volume in running containers.
+struct ContainerMounts {
+    /// Number of containers.
+    containers: usize,
     label: Option<String>,
+    opened: Option<OwnedFd>,
 }
 
-/// Counts the containers that have mounted the volume, and opens the mount of one of them.
-fn find_mount(
-    config: &Config,
-    entry: &Entry,
-    target: &Target,
-    volume: &Volume,
-) -> Result<(usize, ContainerMount)> {
+/// Counts the containers that have mounted the volume, and opens the mount of one of them. `None`:
+/// no running container has mounted it.
+fn find_mounts(config: &Config, entry: &Entry, volume: &Volume) -> Result<Option<ContainerMounts>> {
     let device = std::fs::metadata(&volume.device)
         .with_context(|| format!("reading {}", volume.device.display()))?;
     let number = format!("{}:{}", major(device.rdev()), minor(device.rdev()));
-    let mut found = Vec::new();
+    let mut found = ContainerMounts { containers: 0, label: None, opened: None };
     for (pid, label) in claim::processes(entry, &config.runtime)? {
-        // The process may end at any time.
-        let Ok(mounts) = filesystem::mounts_of_process(pid) else { continue };
+        let mounts = match filesystem::mounts_of_process(pid) {
+            // The process may end at any time.
+            Err(Error::Io { source, .. }) if has_ended(&source) => continue,
+            mounts => mounts?,
+        };
         let of_volume = |mount: &&Mount| {
             // btrfs filesystems have anonymous device numbers.
             mount.device == number
                 || volume.fs_type == FsType::Btrfs && mount.source == volume.device
         };
-        let opened = mounts.iter().filter(of_volume).find_map(|mount| open(pid, mount).ok());
-        found.extend(opened.map(|mount| ContainerMount { mount, label }));
+        let mut mounts = mounts.iter().filter(of_volume).peekable();
+        if mounts.peek().is_none() {
+            continue;
+        }
+        found.containers += 1;
+        if found.opened.is_none() {
+            found.opened = mounts.find_map(|mount| open(pid, mount).ok());
+        }
+        found.label = found.label.or(label);
     }
-    let containers = found.len();
-    match found.pop() {
-        Some(one) => Ok((containers, one)),
-        None => Err(NotRunning(target.clone()).into()),
-    }
+    Ok((found.containers > 0).then_some(found))
 }
 
-/// Opens a mount in another process's namespace without reading any of its files.
+fn has_ended(error: &io::Error) -> bool {
+    // EINVAL: the process has no mount namespace any more.
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::EINVAL))
+}
+
+/// Opens a mount in another process's namespace. No filesystem is called: a container may serve one
+/// itself (FUSE) and never answer, and this process could not be killed then.
 fn open(pid: u32, mount: &Mount) -> io::Result<OwnedFd> {
-    let root = File::open(format!("/proc/{pid}/root"))?;
+    let root =
+        File::options().read(true).custom_flags(libc::O_PATH).open(format!("/proc/{pid}/root"))?;
     let path = CString::new(mount.target.as_os_str().as_bytes())?;
     let opened = File::from(sys::open_in_root(&root, &path, libc::O_PATH)?);
     // Another filesystem may be mounted over it.

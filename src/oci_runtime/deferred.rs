@@ -35,13 +35,21 @@ pub struct Deferred {
     pub sub_path: PathBuf,
 }
 
-/// Whether this node certainly has no deferred volume: neither an entry nor a guarded target.
+/// Whether this node certainly has no deferred volume: neither an entry nor a guarded target in
+/// kubelet's directory.
 ///
 /// # Errors
-/// The directory of the entries or the mount table is unreadable.
+/// The directory of the entries, kubelet's, or the mount table is unreadable.
 pub fn none_exist(config: &Config) -> Result<bool> {
-    let entries = Directory::new(&config.crust_dir).entries()?;
-    Ok(entries.is_empty() && !filesystem::all_mounts()?.iter().any(Mount::is_guard))
+    if !Directory::new(&config.crust_dir).entries()?.is_empty() {
+        return Ok(false);
+    }
+    let kubelet = match config.kubelet_dir.canonicalize() {
+        Err(e) if is_missing(&e) => return Ok(true),
+        real => real.with_context(|| format!("{} (kubeletDir)", config.kubelet_dir.display()))?,
+    };
+    let is_guard = |mount: &Mount| mount.is_guard() && mount.target.starts_with(&kubelet);
+    Ok(!filesystem::all_mounts()?.iter().any(is_guard))
 }
 
 /// Finds the deferred volumes among `binds`.

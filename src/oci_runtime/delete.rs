@@ -8,6 +8,7 @@ use anyhow::Result;
 
 use super::claim::{self, Claims, Container};
 use super::config::Config;
+use super::handover;
 use super::next_runtime::{self, NextRuntime};
 use crate::crust::{Directory, Entry};
 
@@ -27,11 +28,13 @@ pub fn claimed(config: &Config, container: &Container) -> Vec<Entry> {
 /// it. A runtime's success proves nothing: with `--force` it also reports success for a container
 /// that does not exist yet.
 pub fn delete(
+    config: &Config,
     next: &NextRuntime<'_>,
     container: &Container,
     claimed: &[Entry],
 ) -> Result<ExitCode> {
     let status = next.run()?;
+    handover::remove_abandoned(&config.work_dir);
     let until = Instant::now() + END_TIMEOUT;
     for entry in claimed {
         let mut has_ended = claim::has_ended(entry, container, next.program);

@@ -6,6 +6,7 @@
 //! It fails closed: while the node has deferred volumes, what it does not know (an option, a
 //! command, an entry, the state of a container) is an error and never taken for absent.
 
+mod attach;
 mod bundle;
 mod claim;
 mod command_line;
@@ -14,6 +15,7 @@ mod create;
 mod crust_commands;
 mod deferred;
 mod delete;
+mod handover;
 mod next_runtime;
 mod options;
 mod process;
@@ -51,6 +53,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         crate::backend::fail_point::watch(directory.into());
     }
     // Reported here and not by main, because the caller also reads the runtime's log file.
+    if let Some(result) = attach::run(&args.arguments) {
+        return Ok(result);
+    }
     let (invocation, result) = match Config::read() {
         Ok(config) => {
             let invocation = Invocation::parse(&args.arguments, Dialect::of(&config.runtime));
@@ -86,7 +91,7 @@ fn handle(args: &Args, config: &Config, invocation: &Invocation) -> Result<ExitC
             if let Ok(container) = claim::container(invocation.root.as_deref(), container) {
                 let claimed = delete::claimed(config, &container);
                 if !claimed.is_empty() {
-                    return delete::delete(&next, &container, &claimed);
+                    return delete::delete(config, &next, &container, &claimed);
                 }
             }
         }

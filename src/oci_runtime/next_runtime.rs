@@ -2,7 +2,9 @@
 //! as a child.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
@@ -10,6 +12,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
@@ -40,6 +43,11 @@ impl NextRuntime<'_> {
 
     /// Runs it as a child and forwards all signals. The child is killed when this process ends.
     pub fn run(&self) -> Result<ExitStatus> {
+        self.run_with(None)
+    }
+
+    /// The same. When the reading end of a pipe becomes readable, calls the function.
+    pub fn run_with(&self, mut report: Option<Report<'_>>) -> Result<ExitStatus> {
         // Signals about this process's own faults, and job control, are not forwarded.
         let mut forwarded = SigSet::all();
         for own in [
@@ -70,6 +78,13 @@ impl NextRuntime<'_> {
             if let Some(status) = child.try_wait().context("waiting for the next runtime")? {
                 return Ok(status);
             }
+            if let Some((pipe, _)) = &report
+                && wait_for_either(&signals, pipe)?
+                && let Some((_, reported)) = report.take()
+            {
+                reported();
+                continue;
+            }
             let Some(signal) = signals.read_signal().context("reading signals")? else { continue };
             // The child receives the terminal's signals itself.
             let Ok(number) = i32::try_from(signal.ssi_signo) else { continue };
@@ -78,6 +93,19 @@ impl NextRuntime<'_> {
             }
         }
     }
+}
+
+/// A pipe, and what to do when it is readable.
+pub type Report<'a> = (&'a File, Box<dyn FnOnce() + 'a>);
+
+/// Waits for a signal or for data in the pipe. Returns whether there is data.
+fn wait_for_either(signals: &SignalFd, pipe: &File) -> Result<bool> {
+    let mut both = [signals.as_fd(), pipe.as_fd()].map(|one| PollFd::new(one, PollFlags::POLLIN));
+    match poll(&mut both, PollTimeout::NONE) {
+        Ok(_) | Err(nix::Error::EINTR) => {}
+        Err(error) => return Err(error).context("waiting for the next runtime"),
+    }
+    Ok(both[1].revents().is_some_and(|events| events.contains(PollFlags::POLLIN)))
 }
 
 fn forward_signal(child: &Child, number: i32) {
@@ -91,6 +119,18 @@ fn forward_signal(child: &Child, number: i32) {
 pub fn exit_code(status: ExitStatus) -> ExitCode {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+}
+
+/// Deletes a container, whatever its state.
+pub fn delete_container(program: &Path, root: Option<&str>, container: &str) -> Result<()> {
+    let mut command = Command::new(program);
+    if let Some(root) = root {
+        command.args(["--root", root]);
+    }
+    command.args(["delete", "--force", container]).stdin(Stdio::null()).stdout(Stdio::null());
+    let status = command.status().context("starting the next runtime")?;
+    anyhow::ensure!(status.success(), "{} delete --force {container}: {status}", program.display());
+    Ok(())
 }
 
 /// The output of `state` (OCI runtime specification, State).

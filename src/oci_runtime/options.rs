@@ -298,7 +298,7 @@ impl Reader<'_> {
         rest: &'a [OsString],
     ) -> Option<&'a [OsString]> {
         let is_printing = definitions(PRINTING).any(|printing| printing.long == one.long);
-        let mut left = rest;
+        let mut remaining = rest;
         let value = match (one.value, attached) {
             (Value::None, None) => None,
             (Value::None, Some(_)) if is_printing => return None,
@@ -310,14 +310,14 @@ impl Reader<'_> {
             (Value::None, Some(_)) => return None,
             (Value::Required, None) => {
                 let (next, after) = rest.split_first()?;
-                left = after;
+                remaining = after;
                 Some(next.clone())
             }
             (_, attached) => attached.map(|bytes| OsString::from_vec(bytes.to_vec())),
         };
         self.read.prints |= is_printing;
         self.read.options.push(Found { name: one.long, value });
-        Some(left)
+        Some(remaining)
     }
 }
 
@@ -408,11 +408,11 @@ mod tests {
 
     /// Long options in a help text, and whether each has a value.
     fn documented(program: &str, command: &str) -> Vec<(String, bool)> {
-        let mut asked = Command::new(program);
+        let mut help = Command::new(program);
         if !command.is_empty() {
-            asked.arg(command);
+            help.arg(command);
         }
-        let Ok(output) = asked.arg("--help").output() else { return Vec::new() };
+        let Ok(output) = help.arg("--help").output() else { return Vec::new() };
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let of_line = |line: &str| {
             let line = line.trim_start();

@@ -26,6 +26,18 @@ impl Process {
         Ok(start(pid)?.map(|start| Self { pid, start, namespace }))
     }
 
+    /// Text that no other process of this boot has.
+    pub fn unique(&self) -> String {
+        format!("{}-{}", self.pid, self.start)
+    }
+
+    /// The process with such a text.
+    pub fn of_unique(text: &str) -> Option<Self> {
+        let (pid, start) = text.split_once('-')?;
+        let namespace = own_namespace().ok()?;
+        Some(Self { pid: pid.parse().ok()?, start: start.parse().ok()?, namespace })
+    }
+
     /// The process's id in this PID namespace, which may differ. `None`: the process does not run.
     ///
     /// # Errors

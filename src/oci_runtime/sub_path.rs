@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::errno::Errno;
+use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
 
 use crate::backend::sys;
@@ -27,7 +28,10 @@ pub fn open(root: &File, sub_path: &Path) -> Result<File> {
     let parts: Vec<_> = sub_path.components().collect();
     ensure!(parts.len() <= MAX_COMPONENTS, "the sub-path is too long");
     let found = match open_beneath(root, sub_path) {
-        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => create(root, sub_path)?,
+        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => {
+            let mode = root.metadata().context("reading the volume's mode")?.mode() & 0o7777;
+            create(root, sub_path, mode)?
+        }
         opened => opened.map_err(explain).with_context(|| describe(sub_path))?,
     };
     let kind = found.metadata().with_context(|| describe(sub_path))?.file_type();
@@ -38,6 +42,37 @@ pub fn open(root: &File, sub_path: &Path) -> Result<File> {
         if kind.is_socket() { "a socket" } else { "a special file" }
     );
     Ok(found)
+}
+
+/// Opens (O_PATH) a mount point in the volume, for another mount of the container. A missing one is
+/// created as runtimes do.
+pub fn mount_point(root: &File, path: &Path, is_directory: bool) -> Result<File> {
+    if let Some(found) = find(root, path)? {
+        return Ok(found);
+    }
+    if is_directory {
+        return create(root, path, 0o755);
+    }
+    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+        bail!("{}: is not the path of a file", describe(path))
+    };
+    let above = match above.as_os_str().is_empty() {
+        true => root.try_clone().context("duplicating the volume's descriptor")?,
+        false => create(root, above, 0o755)?,
+    };
+    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
+    openat(&above, name, flags, Mode::from_bits_truncate(0o644))
+        .map_err(|e| explain(e.into()))
+        .with_context(|| describe(path))?;
+    find(root, path)?.with_context(|| format!("{}: was removed meanwhile", describe(path)))
+}
+
+/// Opens (O_PATH) what a path of the volume names. `None`: it does not exist.
+pub fn find(root: &File, path: &Path) -> Result<Option<File>> {
+    match open_beneath(root, path) {
+        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
+        opened => opened.map(Some).map_err(explain).with_context(|| describe(path)),
+    }
 }
 
 fn describe(sub_path: &Path) -> String {
@@ -67,8 +102,7 @@ fn open_beneath(root: &File, path: &Path) -> io::Result<File> {
 }
 
 /// Creates the missing components of `path` from the top down.
-fn create(root: &File, path: &Path) -> Result<File> {
-    let mode = root.metadata().context("reading the volume's mode")?.mode() & 0o7777;
+fn create(root: &File, path: &Path, mode: u32) -> Result<File> {
     let mut above = root.try_clone().context("duplicating the volume's descriptor")?;
     let mut walked = PathBuf::new();
     for part in path.components() {

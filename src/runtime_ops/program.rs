@@ -28,6 +28,8 @@ const MAX_ERRORS: usize = 4 << 10;
 const MAX_MESSAGE: usize = 512;
 /// Exit code of a program for a volume without a running container.
 const NOT_RUNNING: i32 = 3;
+/// How long to wait for the end of a killed program.
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// How programs are run.
@@ -63,7 +65,7 @@ impl Runner {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| not_started(program, &error))?;
-        let mut running = Running { child, ended: false };
+        let mut running = Running::new(child);
         let outcome = running.read_output(Instant::now() + self.timeout);
         let status = running.end();
         match outcome.map_err(|error| failed(program, action, error.to_string(), b""))? {
@@ -121,15 +123,26 @@ enum Outcome {
 
 /// A running program. It and its process group are killed on drop.
 struct Running {
-    child: Child,
-    ended: bool,
+    pid: Pid,
+    /// `None` after the end.
+    child: Option<Child>,
 }
 
 impl Running {
+    fn new(child: Child) -> Self {
+        // A process id fits: it was a pid_t.
+        let pid = Pid::from_raw(i32::try_from(child.id()).unwrap_or(i32::MAX));
+        Self { pid, child: Some(child) }
+    }
+
     /// Reads until the program ends, times out or exceeds the output limit.
     fn read_output(&mut self, deadline: Instant) -> io::Result<Outcome> {
-        let mut output = Pipe::new(self.child.stdout.take().map(OwnedFd::from), MAX_OUTPUT)?;
-        let mut errors = Pipe::new(self.child.stderr.take().map(OwnedFd::from), MAX_ERRORS)?;
+        let (stdout, stderr) = match &mut self.child {
+            Some(child) => (child.stdout.take(), child.stderr.take()),
+            None => (None, None),
+        };
+        let mut output = Pipe::new(stdout.map(OwnedFd::from), MAX_OUTPUT)?;
+        let mut errors = Pipe::new(stderr.map(OwnedFd::from), MAX_ERRORS)?;
         let mut pause = Duration::from_millis(1);
         loop {
             let has_ended = self.has_ended()?;
@@ -156,31 +169,36 @@ impl Running {
     /// The process is not reaped yet, so that its id, and process group, cannot be reused.
     fn has_ended(&self) -> io::Result<bool> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-        match waitid(Id::Pid(self.pid()), flags) {
+        match waitid(Id::Pid(self.pid), flags) {
             Ok(WaitStatus::StillAlive) => Ok(false),
             Ok(_) => Ok(true),
             Err(errno) => Err(errno.into()),
         }
     }
 
-    fn pid(&self) -> Pid {
-        // A process id fits: it was a pid_t.
-        Pid::from_raw(i32::try_from(self.child.id()).unwrap_or(i32::MAX))
-    }
-
     /// Kills and reaps the program with its process group. Processes that left the group survive.
+    /// A program that waits for a device cannot be killed at once: a thread reaps it later, so that
+    /// the call ends.
     fn end(&mut self) -> io::Result<ExitStatus> {
-        let _ = killpg(self.pid(), Signal::SIGKILL);
-        self.ended = true;
-        self.child.wait()
+        let Some(mut child) = self.child.take() else { return Err(io::ErrorKind::NotFound.into()) };
+        let _ = killpg(self.pid, Signal::SIGKILL);
+        let deadline = Instant::now() + KILL_TIMEOUT;
+        loop {
+            if let Some(status) = child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() >= deadline {
+                thread::spawn(move || child.wait());
+                return Err(io::Error::other("it cannot be killed: it waits for a device"));
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if !self.ended {
-            let _ = self.end();
-        }
+        let _ = self.end();
     }
 }
 

@@ -354,10 +354,11 @@ impl Scenario for Deferred {
         let none = Attached::default();
         match self.call {
             Call::UnpublishInline | Call::Leftovers | Call::Reboot => none,
+            // The guard is a mount, too.
             Call::PublishInline => {
-                Attached { devices: [self.device_name()].into(), ..Attached::default() }
+                Attached { devices: [self.device_name()].into(), mounts: [self.target(on)].into() }
             }
-            Call::PublishOnHost => {
+            Call::Publish | Call::PublishOnHost | Call::Expand | Call::Snapshot => {
                 let mut all = none.staged(on, &self.id, false);
                 all.mounts.insert(self.target(on));
                 all

@@ -43,6 +43,14 @@ fn with_scene(node: &Node, round: impl Fn(&Container<'_>, &dyn Fn())) {
     round(&container, &|| {
         assert_eq!(node.shown(&device), Vec::<String>::new(), "on the host");
         container.delete();
+        let replaced = fs::read_dir(&container.bundle).unwrap().any(|found| {
+            found.unwrap().file_name().to_string_lossy().starts_with("config.json.csi-loopback-")
+        });
+        if replaced {
+            // The next creation restores the config, which this asserts.
+            assert!(container.create().status.success(), "{}", node.logged());
+            container.delete();
+        }
         kernel::wait_for("the device is not in use", || !is_live(&device));
         node.assert_gone(&device, &target);
         // The next container can use the volume.
@@ -90,8 +98,9 @@ fn an_interrupted_runtime_leaves_no_mount() {
                 }
             }
             all.extend(created.into_iter().chain(deleted));
-            // A point that is met only after an interrupted call.
+            // Points that are met only after an interrupted call.
             all.insert(format!("{OWN}claim_collected"));
+            all.insert(format!("{OWN}config_recovered"));
             let known = source::points().into_iter().filter(|point| point.starts_with(OWN));
             let unmet: Vec<_> = known.filter(|point| !all.contains(point)).collect();
             assert!(unmet.is_empty(), "never met: {unmet:?}");

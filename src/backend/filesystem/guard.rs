@@ -77,8 +77,8 @@ pub fn unmount_guard(target: &Path) -> Result<()> {
     while mount_at(target)?.is_some_and(|mount| mount.is_guard()) {
         match umount2(target, MntFlags::UMOUNT_NOFOLLOW | MntFlags::MNT_DETACH) {
             Ok(()) => reach("guard.unmounted")?,
-            // Unmounted meanwhile.
-            Err(Errno::EINVAL | Errno::ENOENT) => {}
+            // Removed meanwhile.
+            Err(Errno::ENOENT) => {}
             Err(e) => {
                 return Err(e).context(|| format!("unmounting the guard at {}", target.display()));
             }

@@ -38,7 +38,7 @@ pub use guard::{mount_guard, unmount_guard};
 pub use make::{make, mkfs_xfs};
 pub use mounts::{
     Mount, all_mounts, is_mounted_only_at, mount_among, mount_at, mounts_of, mounts_of_process,
-    open_mounted,
+    open_mounted, parse_mounts,
 };
 pub use ownership::{give_all_to_group, give_to_group};
 
@@ -201,10 +201,36 @@ fn clone_mount(source: &Path, read_only: bool) -> io::Result<OwnedFd> {
     sys::clone_mount(&CString::new(source.as_os_str().as_bytes())?, read_only)
 }
 
+/// Adds flags, such as read-only, to a bind mount.
+pub fn add_mount_flags(target: &Path, flags: MsFlags) -> Result<()> {
+    let none: Option<&str> = None;
+    // A remount clears the flags that it does not repeat.
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | flags | mount_flags(target)?;
+    mount(none, target, none, flags, none)
+        .context(|| format!("setting the mount flags of {}", target.display()))
+}
+
+fn mount_flags(path: &Path) -> Result<MsFlags> {
+    let current =
+        statvfs(path).context(|| format!("reading the mount flags of {}", path.display()))?.flags();
+    // relatime is missing because musl does not define it; the kernel sets it by default.
+    let pairs = [
+        (FsFlags::ST_RDONLY, MsFlags::MS_RDONLY),
+        (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
+        (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
+        (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
+        (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
+        (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
+    ];
+    Ok(pairs
+        .into_iter()
+        .filter(|(flag, _)| current.contains(*flag))
+        .fold(MsFlags::empty(), |flags, (_, flag)| flags | flag))
+}
+
 /// Whether the mount at `path` is read-only.
 pub fn is_read_only(path: &Path) -> Result<bool> {
-    let found = statvfs(path).context(|| format!("reading the mount flags of {}", path.display()));
-    Ok(found?.flags().contains(FsFlags::ST_RDONLY))
+    Ok(mount_flags(path)?.contains(MsFlags::MS_RDONLY))
 }
 
 /// How long to retry an unmount of a busy mount: until a tool that another call starts has

@@ -14,6 +14,8 @@ use super::detached;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
     pub id: u64,
+    /// The id of the mount that contains the mount point.
+    pub parent: u64,
     /// `major:minor` of the filesystem.
     pub device: String,
     /// The directory of the filesystem that is mounted. For a device node, its path in its own
@@ -130,19 +132,25 @@ pub fn mounts_of_process(pid: u32) -> Result<Vec<Mount>> {
 
 fn read(path: &Path) -> Result<Vec<Mount>> {
     let text = fs::read(path).context(|| format!("reading {}", path.display()))?;
-    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
+    Ok(parse_mounts(&text))
+}
+
+/// The mounts in the text of a mountinfo file.
+pub fn parse_mounts(text: &[u8]) -> Vec<Mount> {
+    text.split(|byte| *byte == b'\n').filter_map(parse).collect()
 }
 
 /// `36 35 98:0 /mnt1 /mnt2 rw,noatime …`
 fn parse(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
-    let device = String::from_utf8(fields.nth(1)?.to_vec()).ok()?;
+    let parent = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    let device = String::from_utf8(fields.next()?.to_vec()).ok()?;
     let root = unescape(fields.next()?);
     let target = unescape(fields.next()?);
     // Optional fields end with a dash; then come type and source.
     let source = unescape(fields.skip_while(|field| *field != b"-").nth(2)?);
-    Some(Mount { id, device, root, target, source })
+    Some(Mount { id, parent, device, root, target, source })
 }
 
 /// Decodes the kernel's octal escapes for blanks, line ends and backslashes.
@@ -175,7 +183,7 @@ mod tests {
     fn a_mount_point_with_blanks_is_decoded() {
         let line = br"36 35 7:3 / /mnt/a\040b\134c rw shared:1 - ext4 /dev/loop3 rw";
         let mount = parse(line).unwrap();
-        assert_eq!((mount.id, mount.device.as_str()), (36, "7:3"));
+        assert_eq!((mount.id, mount.parent, mount.device.as_str()), (36, 35, "7:3"));
         assert_eq!(mount.source, Path::new("/dev/loop3"));
         assert_eq!(mount.target, Path::new(r"/mnt/a b\c"));
     }

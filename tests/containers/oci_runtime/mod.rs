@@ -3,6 +3,7 @@
 
 mod answers;
 mod containerd;
+mod fails_closed;
 mod pass_through;
 mod refusals;
 mod sub_paths;

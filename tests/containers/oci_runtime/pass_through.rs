@@ -35,6 +35,10 @@ fn both(node: &Node, arguments: &[&str], input: &str) -> Output {
 #[test]
 fn calls_without_volumes_behave_as_runc() {
     on_node(|node| {
+        // Without volumes, unknown words are runc's affair.
+        for unknown in [&["no-such-command"][..], &["--no-such-flag"], &["create", "--new", "x"]] {
+            both(node, unknown, "");
+        }
         // The node has volumes of other containers.
         node.volume("other", &[]);
         let container = node.container(&[]);
@@ -46,8 +50,6 @@ fn calls_without_volumes_behave_as_runc() {
             &["--help"],
             &["help"],
             &[],
-            &["no-such-command"],
-            &["--no-such-flag"],
             &["create"],
             &["create", "--help"],
             &["create", "--bundle", "/not/there", "x"],

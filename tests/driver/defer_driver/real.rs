@@ -84,7 +84,8 @@ fn the_real_crust_ops_serves_the_whole_volume_lifecycle() {
         defer_fs_ops: true,
         ..driver.publishing(&volume, &target, &one_pod())
     });
-    assert!(mounts_at(&target).is_empty() && mounts_at(&driver.staging(&volume)).is_empty());
+    assert_eq!(mounts_at(&target).len(), support::kernel::guards_at(&target));
+    assert!(mounts_at(&driver.staging(&volume)).is_empty());
     let info = fs::read_to_string(real.entry(&target).join("mountInfo.json")).unwrap();
     assert!(info.contains("\"/dev/loop") && info.contains("\"ext4\""), "{info}");
 

@@ -174,6 +174,8 @@ fn unpublish_reports_files_written_to_the_host_directory() {
         let (volume, target) = rig.deferred_volume("v", FsType::Ext4);
         let outside = rig.pool.scratch().join("outside");
         fs::create_dir_all(outside.join("empty")).unwrap();
+        // Published by an earlier version, which mounted no guard.
+        support::kernel::unmount(&target);
         fs::create_dir_all(target.join("stray/below")).unwrap();
         fs::create_dir_all(target.join("kept")).unwrap();
         fs::write(target.join("kept/file"), "x").unwrap();
@@ -187,6 +189,46 @@ fn unpublish_reports_files_written_to_the_host_directory() {
         assert!(outside.join("empty").exists(), "nothing is followed");
         fs::rename(&target, rig.pool.scratch().join("moved away")).unwrap();
         rig.unpublish_and_unstage(&volume, &target);
+    });
+}
+
+#[test]
+fn a_guard_keeps_data_off_the_hosts_directory() {
+    with_rig(|rig| {
+        let (volume, target) = rig.deferred_volume("v", FsType::Ext4);
+        let guards = || support::kernel::guards_at(&target);
+        let mut refuses = || {
+            assert_eq!(guards(), 1);
+            let written = fs::write(target.join("file"), "x").unwrap_err();
+            assert_eq!(written.raw_os_error(), Some(libc::ENOSPC), "{written}");
+            fs::remove_file(target.join("file")).unwrap();
+        };
+        refuses();
+        rig.publish(&volume, &target, &deferred()).unwrap();
+        refuses();
+        rig.restart(true);
+        refuses();
+        // An unmounted guard, as after an upgrade, returns with the next publish.
+        support::kernel::unmount(&target);
+        fs::create_dir_all(target.join("sub/path")).unwrap();
+        rig.publish(&volume, &target, &deferred()).unwrap();
+        refuses();
+        // More components than any limit of the driver.
+        let deep = (0..300).fold(target.clone(), |path, _| path.join("a"));
+        fs::create_dir_all(deep).unwrap();
+        let in_use = fs::File::open(&target).unwrap();
+        rig.unpublish_and_unstage(&volume, &target);
+        drop(in_use);
+        // A guard that no record knows hides no volume.
+        let volume = rig.volume("w", FsType::Ext4);
+        fs::create_dir_all(&target).unwrap();
+        let guard = ["-t", "tmpfs", "csi-loopback-deferred-volume"];
+        support::run("mount", &[&guard[..], &[path(&target)]].concat());
+        rig.stage(&volume, &one_writer());
+        rig.publish(&volume, &target, &on_host(one_writer())).unwrap();
+        fs::write(target.join("file"), "x").unwrap();
+        rig.unpublish_and_unstage(&volume, &target);
+        assert_eq!(guards(), 0);
     });
 }
 

@@ -131,3 +131,11 @@ pub fn damage_below_page_cache(file: &Path, disk: &Path) {
     disk.sync_all().unwrap();
     assert_eq!(fs::read(file).unwrap(), content, "the page cache has dropped the file");
 }
+
+/// The number of guards of deferred volumes that are mounted at `path`.
+pub fn guards_at(path: &std::path::Path) -> usize {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let at_path = |line: &&str| line.split(' ').nth(4) == path.to_str();
+    let guards = mounts.lines().filter(at_path);
+    guards.filter(|line| line.contains(" csi-loopback-deferred-volume ")).count()
+}

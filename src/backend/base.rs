@@ -3,7 +3,7 @@
 use super::error::{Error, Kind, Result};
 use super::list::Page;
 use super::model::{Predecessor, Retention, Snapshot, SnapshotPhase, Volume};
-use super::store::Store;
+use super::store::{Store, now};
 
 /// Maximum number of rows to read when searching for the first expiry. Rows before it can be ids
 /// that are no longer bases.
@@ -111,18 +111,30 @@ pub fn retain(store: &Store, id: &str, retention: Option<Retention>) -> Result<B
     let row = base(store, id)?;
     let _lock = store.locks.try_lock([row.volume_id.as_str()])?;
     let row = base(store, id)?;
-    if row.retention == retention {
+    let changed = match retention {
+        Some(Retention::For(0)) => release(row.clone(), now().0),
+        _ => Snapshot { retention, ..row.clone() },
+    };
+    if row == changed {
         return Ok(Base::new(store, row));
     }
-    let row = Snapshot { retention, ..row };
     store.catalog.write(|tx| {
         // A change that frees space must succeed on a full pool.
         if retention != Some(Retention::For(0)) {
             tx.check_room()?;
         }
-        tx.put(&row)
+        tx.put(&changed)
     })?;
-    Ok(Base::new(store, row))
+    Ok(Base::new(store, changed))
+}
+
+/// Ends a retention that may not have started by the clock: it may have been set back since.
+fn release(mut row: Snapshot, now: u64) -> Snapshot {
+    if let SnapshotPhase::Deleted { at } = &mut row.phase {
+        *at = now.min(*at);
+        row.baseline_until = row.baseline_until.map(|until| until.min(now));
+    }
+    Snapshot { retention: Some(Retention::For(0)), ..row }
 }
 
 fn base(store: &Store, id: &str) -> Result<Snapshot> {

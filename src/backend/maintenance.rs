@@ -2,6 +2,7 @@
 //! records of deleted snapshots.
 
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
@@ -11,6 +12,7 @@ use super::model::{
     ChainBreak, Condition, HealthProblem, Predecessor, Snapshot, SnapshotPhase, Volume,
 };
 use super::pool::{self, Directory, Image, Room};
+use super::steady_clock::SETTLING;
 use super::store::{Store, now};
 use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
@@ -171,6 +173,7 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
 /// period ago.
 pub fn forget_expired(store: &Store) -> Result<()> {
     let now = now().0;
+    let steady_for = store.clock.steady_for(now, Instant::now());
     let reading = store.catalog.read()?;
     let mut due = reading.retained_before(now.saturating_sub(store.retention()))?;
     due.extend(reading.expired_before(now)?);
@@ -178,7 +181,7 @@ pub fn forget_expired(store: &Store) -> Result<()> {
     for id in due {
         let Some(row) = store.catalog.read()?.get::<Snapshot>(&id)? else { continue };
         let Ok(_lock) = store.locks.try_lock([row.volume_id.as_str()]) else { continue };
-        match forget(store, &id, now) {
+        match forget(store, &id, now, steady_for) {
             Ok(()) => {}
             // An error for one snapshot must not affect the others.
             Err(error) => warn!(snapshot = id, %error, "failed to drop an expired change record"),
@@ -189,10 +192,15 @@ pub fn forget_expired(store: &Store) -> Result<()> {
 
 /// Drops the record of an expired snapshot, or its row if the record was dropped before. The caller
 /// holds the volume's lock.
-fn forget(store: &Store, id: &str, now: u64) -> Result<()> {
+fn forget(store: &Store, id: &str, now: u64, steady_for: Duration) -> Result<()> {
     let row = store.catalog.read()?.get::<Snapshot>(id)?;
-    let is_expired =
-        |row: &Snapshot| row.retained_until(store.retention()).is_some_and(|end| end < now);
+    let is_expired = |row: &Snapshot| {
+        let ends = row.retained_since().zip(row.retained_until(store.retention()));
+        // A clock that has just been set may be wrong.
+        ends.is_some_and(|(since, end)| {
+            end < now && steady_for >= SETTLING.min(Duration::from_secs(end - since))
+        })
+    };
     let Some(row) = row.filter(is_expired) else { return Ok(()) };
     if row.is_forgotten() {
         return store.catalog.write(|tx| tx.remove::<Snapshot>(id));
@@ -214,7 +222,9 @@ fn drop_record(store: &Store, row: Snapshot) -> Result<()> {
         next.predecessor == follows && !next.is_forgotten()
     })?;
     let merged = successor.as_ref().map(|next| merge(store, &row, next)).transpose()?;
-    let phase = SnapshotPhase::Forgotten { at: now().0 };
+    // The retention of the id never starts before the record's, after the clock was set back.
+    let at = now().0.max(row.retained_since().unwrap_or(0));
+    let phase = SnapshotPhase::Forgotten { at };
     let forgotten = Snapshot { phase, retention: None, ..row.clone() };
     store.catalog.write(|tx| {
         merged.iter().try_for_each(|next| tx.put(next))?;

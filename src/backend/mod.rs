@@ -52,6 +52,8 @@ mod reconcile;
 mod runtime;
 mod snapshot;
 mod store;
+mod snapshot_time;
+mod steady_clock;
 pub(crate) mod sys;
 mod take_snapshot;
 mod target;
@@ -65,7 +67,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use tracing::{info, warn};
@@ -77,6 +79,7 @@ use freeze_guard::Guard;
 use locks::Locks;
 use pool::{Directory, ImageChoice, Pool};
 use store::Store;
+use steady_clock::SteadyClock;
 
 pub use base::{Base, BaseFilter};
 pub use details::VolumeDetails;
@@ -200,6 +203,7 @@ impl Backend {
             crash_consistent: AtomicU64::new(0),
             needs_space: AtomicBool::new(false),
             unrecorded: Default::default(),
+            clock: SteadyClock::start(store::now().0, Instant::now()),
             _instance_lock: instance_lock,
         };
         info!(pool = %store.pool.kind(), reason = store.pool_reason, "opened the pool");

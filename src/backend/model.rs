@@ -111,6 +111,10 @@ pub struct Volume {
     /// The snapshot that the next one is compared with. Its data exists even if it was deleted
     /// through the API.
     pub baseline: Option<String>,
+    /// Seconds and nanoseconds since the epoch. The next snapshot is later. `None` without a
+    /// snapshot, or with none since an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub newest_snapshot_at: Option<(u64, u32)>,
     /// The reason if there is no baseline.
     pub chain_break: ChainBreak,
     /// Accepted writes that the kernel lost. While this is set, the volume gets no snapshots and no

@@ -8,6 +8,7 @@ use super::ids::{self, SNAPSHOT_PREFIX};
 use super::list::{self, Page};
 use super::model::{Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool;
+use super::snapshot_time;
 use super::store::{SNAPSHOT_NAME_LOCK, Store, now};
 use super::take_snapshot;
 use super::tracker::{Bitmap, BlockMap, RecordReader};
@@ -104,12 +105,13 @@ pub fn delete(store: &Store, id: &str) -> Result<()> {
 pub fn deleted(reading: &ReadTx, snapshot: Snapshot) -> Result<Snapshot> {
     let volume = reading.get::<Volume>(&snapshot.volume_id)?;
     let is_baseline =
-        volume.is_some_and(|volume| volume.baseline.as_deref() == Some(snapshot.id.as_str()));
-    Ok(Snapshot {
-        phase: SnapshotPhase::Deleted { at: now().0 },
-        has_data: is_baseline,
-        ..snapshot
-    })
+        volume.as_ref().is_some_and(|volume| volume.baseline.as_ref() == Some(&snapshot.id));
+    // After the clock was set back, the retention must not start before the snapshot was taken.
+    let at = match &volume {
+        Some(volume) => snapshot_time::not_before_newest(reading, volume, now().0)?,
+        None => now().0.max(snapshot.created_at.0),
+    };
+    Ok(Snapshot { phase: SnapshotPhase::Deleted { at }, has_data: is_baseline, ..snapshot })
 }
 
 /// Removes unreferenced data after a deletion of snapshots or of their volume.

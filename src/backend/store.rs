@@ -15,6 +15,7 @@ use super::locks::Locks;
 use super::loop_device::LoopDevice;
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Pool};
+use super::steady_clock::SteadyClock;
 use super::tracker::RecordReader;
 use super::writeback::Unrecorded;
 
@@ -41,6 +42,7 @@ pub struct Store {
     ///
     /// [`maintenance::check_need`]: super::maintenance::check_need
     pub needs_space: AtomicBool,
+    pub clock: SteadyClock,
     /// Thaws filesystems if this process is killed.
     pub freeze_guard: Arc<Guard>,
     /// Excludes other instances while it is open.

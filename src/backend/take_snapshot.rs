@@ -22,6 +22,7 @@ use super::maintenance;
 use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::point_in_time::{self, CopyJob, Durations, timed};
 use super::pool::{self, Directory};
+use super::snapshot_time;
 use super::store::{Store, now};
 use super::tracker::{Bitmap, Header, RecordWriter};
 use super::units::BlockRange;
@@ -135,8 +136,10 @@ fn copy_and_record(
         members.iter().try_for_each(seal)?;
         pool::sync_directory(&Directory::Snapshots.path(store.pool.root()))
     })?;
+    let volumes = members.iter().map(|member| &member.volume);
+    let taken_at = snapshot_time::ascending(&store.catalog.read()?, volumes, copied.taken_at)?;
     for (member, crash_consistent) in members.iter_mut().zip(copied.crash_consistent) {
-        member.snapshot.created_at = copied.taken_at;
+        member.snapshot.created_at = taken_at;
         member.snapshot.crash_consistent = crash_consistent;
         member.snapshot.predecessor = record(store, member, times)?;
     }
@@ -266,12 +269,13 @@ fn commit(
             )
         {
             previous.has_data = false;
-            previous.baseline_until = Some(now().0);
+            previous.baseline_until = Some(now().0.max(snapshot.created_at.0));
             unneeded.push(previous);
         }
         snapshot.phase = SnapshotPhase::Ready;
         snapshot.has_data = true;
         volume.next_sequence = snapshot.sequence + 1;
+        volume.newest_snapshot_at = Some(snapshot.created_at);
         volume.baseline = volume.change_tracking.then(|| snapshot.id.clone());
         volume.chain_break =
             if volume.change_tracking { ChainBreak::First } else { ChainBreak::TrackingOff };

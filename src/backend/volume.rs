@@ -66,6 +66,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         next_sequence: 1,
         baseline: None,
         chain_break: ChainBreak::First,
+        newest_snapshot_at: None,
         lost_writes: None,
         growth_failure: None,
     };

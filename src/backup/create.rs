@@ -1,5 +1,7 @@
 //! `backup create`: the blocks of a snapshot, read from a device with its data, as a new backup.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::time::SystemTime;
 
 use anyhow::{Result, bail, ensure};
@@ -12,7 +14,9 @@ use super::origin::Origin;
 use super::repository::lock::Lock;
 use super::repository::{Inventory, Repository};
 use super::writer::Writer;
+use crate::client::format;
 use crate::client::stop::Stop;
+use crate::proto::admin::v1 as admin;
 
 /// What a backup counts from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,14 +56,19 @@ impl Job<'_> {
         mut subject: Subject,
         choice: &BaseChoice,
     ) -> Result<Created> {
-        match choose(self.repository, inventory, &subject, choice)? {
+        let bases = match choice {
+            BaseChoice::None => Vec::new(),
+            BaseChoice::Auto | BaseChoice::Backup(_) => origin.bases(&subject).await,
+        };
+        match choose(self.repository, inventory, &subject, choice, &bases)? {
             Chosen::Exists(manifest) => {
                 let manifest = *manifest;
                 return Ok(Created { manifest, existed: true, resumed: false, cleaned: Ok(()) });
             }
             Chosen::Full(because) => subject.full_because = because,
             Chosen::Incremental(mut base) => {
-                base.expires = origin.expiry(&base.snapshot_id, &subject).await;
+                let listed = bases.iter().find(|one| one.snapshot_id == base.snapshot_id);
+                base.expires = listed.and_then(|one| format::time(one.expires_at.as_ref()));
                 subject.base = Some(base);
             }
         }
@@ -70,8 +79,9 @@ impl Job<'_> {
                 subject.full_because = Some(format!("{error:#}"));
                 self.write(inventory, origin, subject).await
             }
-            Err(error) if error.is::<BaseUnusable>() => Err(error
-                .context("the base is not usable any more; --base auto takes a full backup then")),
+            Err(error) if error.is::<BaseUnusable>() => {
+                Err(error.context("the base cannot be used; --base auto takes a full backup then"))
+            }
             outcome => outcome,
         }
     }
@@ -89,16 +99,11 @@ impl Job<'_> {
             Some(intent) => intent.clone(),
             None => Intent {
                 version: VERSION,
-                id: BackupId::generate(now)?,
+                id: BackupId::after(subject.base.as_ref().map(|base| &base.backup), now)?,
                 begun: humantime::format_rfc3339_millis(now).to_string(),
                 subject,
             },
         };
-        // Ids are in the order of time everywhere, and prune relies on it.
-        ensure!(
-            intent.subject.base.as_ref().is_none_or(|base| base.backup < intent.id),
-            "the base was made later than now, by its id: correct the clock of this machine"
-        );
         self.lock.claim(&intent.id).await?;
         let mut writer = Writer::resume(self.repository, &intent).await?;
         let cleaned = if resumed && writer.end() == intent.subject.capacity_bytes {
@@ -149,6 +154,7 @@ fn choose(
     inventory: &Inventory,
     subject: &Subject,
     choice: &BaseChoice,
+    bases: &[admin::Base],
 ) -> Result<Chosen> {
     let of_volume =
         || inventory.backups.iter().filter(|one| one.subject.volume_id == subject.volume_id);
@@ -180,12 +186,8 @@ fn choose(
             if let Some(existing) = of_volume().find(is_same) {
                 return Ok(Chosen::Exists(Box::new(existing.clone())));
             }
-            let earlier = of_volume().filter(|one| may_be_base(one, subject).is_ok());
-            let newest = earlier.max_by(|a, b| {
-                let time = a.subject.snapshot_created.cmp(&b.subject.snapshot_created);
-                time.then_with(|| a.id.cmp(&b.id))
-            });
-            let Some(newest) = newest else {
+            let others = of_volume().filter(|one| may_be_base(one, subject).is_ok());
+            let Some(newest) = newest(others, subject, bases) else {
                 let volume = &subject.volume;
                 let because = format!("the repository has no earlier backup of volume {volume}");
                 return Ok(Chosen::Full(Some(because)));
@@ -198,8 +200,26 @@ fn choose(
     }
 }
 
+/// The backup to count from: of the newest snapshot in the driver's list of bases, newest first. A
+/// snapshot outside of it, as all are without a list, is tried only if there is no other: the driver
+/// then gives the reason why it is no base. Its time is only a hint, because the clock may have been
+/// set back.
+fn newest<'b>(
+    backups: impl Iterator<Item = &'b Manifest>,
+    subject: &Subject,
+    bases: &[admin::Base],
+) -> Option<&'b Manifest> {
+    let places: HashMap<&str, usize> =
+        bases.iter().enumerate().map(|(place, base)| (base.snapshot_id.as_str(), place)).collect();
+    backups.max_by_key(|backup| {
+        let Subject { snapshot_id, snapshot_created, .. } = &backup.subject;
+        let place = places.get(snapshot_id.as_str()).copied().map(Reverse);
+        (place, *snapshot_created <= subject.snapshot_created, snapshot_created, &backup.id)
+    })
+}
+
 /// # Errors
-/// The backup is of another volume, or not of an earlier snapshot.
+/// The backup is of another volume, of the same snapshot, or of a larger one.
 fn may_be_base(backup: &Manifest, subject: &Subject) -> Result<()> {
     let (id, base) = (&backup.id, &backup.subject);
     if base.volume_id != subject.volume_id {
@@ -207,14 +227,6 @@ fn may_be_base(backup: &Manifest, subject: &Subject) -> Result<()> {
     }
     if base.snapshot_id == subject.snapshot_id {
         bail!("--base {id} is a backup of the same snapshot {}", base.snapshot_id);
-    }
-    if let (Some(then), Some(now)) = (&base.snapshot_created, &subject.snapshot_created) {
-        ensure!(
-            then <= now,
-            "--base {id} is a backup of snapshot {}, which is newer than {}",
-            base.snapshot_id,
-            subject.snapshot_id
-        );
     }
     ensure!(
         base.capacity_bytes <= subject.capacity_bytes,
@@ -245,7 +257,7 @@ mod tests {
         let exists = |backups: &[&Manifest], subject: &Subject| {
             let backups = backups.iter().copied().cloned().collect();
             let inventory = Inventory { backups, ..Inventory::default() };
-            let chosen = choose(&repository, &inventory, subject, &BaseChoice::None).unwrap();
+            let chosen = choose(&repository, &inventory, subject, &BaseChoice::None, &[]).unwrap();
             matches!(chosen, Chosen::Exists(_))
         };
         let [first, second] = [0, 1].map(member);
@@ -259,5 +271,26 @@ mod tests {
         assert!(!exists(&[&incremental], &second.subject));
         let alone = samples::backup(0);
         assert!(!exists(&[&alone], &alone.subject));
+    }
+
+    #[test]
+    fn auto_counts_from_the_newest_base_of_the_driver() {
+        let backups = [0, 1, 2].map(samples::backup);
+        let mut subject = samples::backup(3).subject;
+        let base = |number: usize| admin::Base {
+            snapshot_id: format!("s{number}"),
+            ..admin::Base::default()
+        };
+        let chosen = |subject: &Subject, bases: &[admin::Base]| {
+            newest(backups.iter(), subject, bases).map(|backup| backup.id.clone())
+        };
+        assert_eq!(chosen(&subject, &[]), Some(samples::id(2)), "by time");
+        let listed = [base(3), base(0), base(1)];
+        assert_eq!(chosen(&subject, &listed), Some(samples::id(0)), "in the driver's order");
+        // The clock was set back: all seem to be newer, and the driver decides.
+        subject.snapshot_created = Some("2025-12-31".to_owned());
+        assert_eq!(chosen(&subject, &listed), Some(samples::id(0)));
+        assert_eq!(chosen(&subject, &[base(3)]), Some(samples::id(2)));
+        assert_eq!(chosen(&subject, &[]), Some(samples::id(2)));
     }
 }

@@ -15,7 +15,7 @@ use crate::client::block_map::{BlockMap, Consumer, Query, Source, Window};
 use crate::client::cluster::{self, ClusterArgs};
 use crate::client::connection::Connection;
 use crate::client::scratch::Scratch;
-use crate::client::{Options, format, names};
+use crate::client::{Options, base, format, names};
 use crate::proto::admin::v1 as admin;
 use crate::proto::csi::v1 as csi;
 
@@ -90,24 +90,16 @@ pub fn subject_in_cluster(snapshot: &cluster::Snapshot, group: Option<Group>) ->
 }
 
 impl Origin<'_> {
-    /// When the handle of a base expires, as far as the driver reports it.
-    pub async fn expiry(&self, base: &str, subject: &Subject) -> Option<String> {
-        let Self::Driver { connection, .. } = self else { return None };
-        let mut request = admin::ListBasesRequest {
+    /// The snapshots that can be the base of a backup, in the driver's order, newest first, starting
+    /// with the snapshot itself. Empty if the driver does not report them: other drivers do not have
+    /// this call.
+    pub async fn bases(&self, subject: &Subject) -> Vec<admin::Base> {
+        let Self::Driver { connection, .. } = self else { return Vec::new() };
+        let request = admin::ListBasesRequest {
             target_snapshot_id: subject.snapshot_id.clone(),
             ..Default::default()
         };
-        loop {
-            // Other drivers do not have this call, and the time is for people to read.
-            let page = connection.base_admin().list_bases(request.clone()).await.ok()?.into_inner();
-            if let Some(found) = page.bases.iter().find(|one| one.snapshot_id == base) {
-                return format::time(found.expires_at.as_ref());
-            }
-            if page.next_token.is_empty() {
-                return None;
-            }
-            request.starting_token = page.next_token;
-        }
+        base::list_all(connection, request).await.unwrap_or_default()
     }
 
     /// Copies what is missing. The inner result is that of the clean-up.

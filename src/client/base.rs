@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use prost_types::Timestamp;
 use serde::Serialize;
+use tonic::Status;
 
 use super::connection::{Connection, refused};
 use super::{Options, Output, bounded, format, names};
@@ -129,15 +130,31 @@ pub async fn print_of_volumes(
     format::print_rows(output, &rows, table)
 }
 
-async fn pages(connection: &Connection, mut request: admin::ListBasesRequest) -> Result<Vec<Row>> {
+async fn pages(connection: &Connection, request: admin::ListBasesRequest) -> Result<Vec<Row>> {
+    let bases = list_all(connection, request).await.map_err(refused)?;
+    Ok(bases.iter().map(Row::new).collect())
+}
+
+/// The ids of a volume's snapshots in the driver's order, oldest first, including deleted ones.
+/// Empty for a driver without the service.
+pub async fn chain_order(connection: &Connection, volume_id: &str) -> Vec<String> {
+    let request = admin::ListBasesRequest { volume_id: volume_id.to_owned(), ..Default::default() };
+    let bases = list_all(connection, request).await.unwrap_or_default();
+    bases.into_iter().rev().map(|base| base.snapshot_id).collect()
+}
+
+/// All pages of a list of bases.
+pub async fn list_all(
+    connection: &Connection,
+    mut request: admin::ListBasesRequest,
+) -> Result<Vec<admin::Base>, Status> {
     request.max_entries = PAGE;
-    let mut rows = Vec::new();
+    let mut bases = Vec::new();
     loop {
-        let page = connection.base_admin().list_bases(request.clone()).await;
-        let page = page.map_err(refused)?.into_inner();
-        rows.extend(page.bases.iter().map(Row::new));
+        let page = connection.base_admin().list_bases(request.clone()).await?.into_inner();
+        bases.extend(page.bases);
         if page.next_token.is_empty() {
-            return Ok(rows);
+            return Ok(bases);
         }
         request.starting_token = page.next_token;
     }

@@ -23,11 +23,15 @@ pub struct BaseUnusable(pub String);
 
 impl BaseUnusable {
     /// Whether a delta that ends with this code never works: its changes are unknown, or the driver
-    /// does not know the base.
+    /// does not know the base, or it is newer than the target.
     pub const fn is_meant_by(code: Code) -> bool {
         matches!(
             code,
-            Code::FailedPrecondition | Code::NotFound | Code::DataLoss | Code::Unimplemented
+            Code::FailedPrecondition
+                | Code::InvalidArgument
+                | Code::NotFound
+                | Code::DataLoss
+                | Code::Unimplemented
         )
     }
 }

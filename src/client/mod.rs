@@ -7,7 +7,7 @@
 //! Promises: a name works wherever an id does, no call waits longer than `--timeout`, an incomplete
 //! listing never looks complete, and a command that changes nothing reports that.
 
-mod base;
+pub(crate) mod base;
 pub(crate) mod block_map;
 mod capability;
 pub(crate) mod cluster;

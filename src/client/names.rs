@@ -1,8 +1,11 @@
 //! Names for ids. CSI does not return the name that a volume or snapshot was created with, but the
 //! driver's ids contain it as a slug ([`ids`]).
 
+use std::collections::{BTreeMap, HashMap};
+
 use anyhow::{Context, Result, bail};
 
+use super::base;
 use super::connection::{Connection, refused};
 use crate::backend::ids;
 use crate::proto::csi::v1 as csi;
@@ -134,6 +137,33 @@ pub async fn each_snapshot(
         }
         starting_token = page.next_token;
     }
+}
+
+/// The snapshots of all volumes, or of one unless `volume_id` is empty, by volume and oldest first.
+/// The order within a volume is the driver's; creation times only decide without it, because the
+/// clock may have been set back.
+pub async fn snapshots_in_order(
+    connection: &Connection,
+    volume_id: &str,
+) -> Result<Vec<csi::Snapshot>> {
+    let mut of_volumes: BTreeMap<String, Vec<csi::Snapshot>> = BTreeMap::new();
+    each_snapshot(connection, volume_id, |snapshot| {
+        of_volumes.entry(snapshot.source_volume_id.clone()).or_default().push(snapshot);
+    })
+    .await?;
+    for (volume_id, snapshots) in &mut of_volumes {
+        let order = match snapshots.len() {
+            1 => Vec::new(),
+            _ => base::chain_order(connection, volume_id).await,
+        };
+        let places: HashMap<String, usize> = order.into_iter().zip(0..).collect();
+        snapshots.sort_by_cached_key(|snapshot| {
+            let time = snapshot.creation_time.map(|time| (time.seconds, time.nanos));
+            let id = snapshot.snapshot_id.clone();
+            (places.get(&id).copied(), time, id)
+        });
+    }
+    Ok(of_volumes.into_values().flatten().collect())
 }
 
 fn is_id(prefix: &str, reference: &str) -> bool {

@@ -267,9 +267,8 @@ async fn list(connection: &Connection, volume: Option<String>, output: Output) -
         Some(reference) => names::volume(connection, &reference).await?.volume_id,
         None => String::new(),
     };
-    let mut rows = Vec::new();
-    names::each_snapshot(connection, &volume_id, |snapshot| rows.push(Row::from(snapshot))).await?;
-    rows.sort_by(|a, b| (&a.volume_id, &a.created, &a.id).cmp(&(&b.volume_id, &b.created, &b.id)));
+    let found = names::snapshots_in_order(connection, &volume_id).await?;
+    let rows: Vec<Row> = found.into_iter().map(Row::from).collect();
     format::print_rows(output, &rows, table)
 }
 

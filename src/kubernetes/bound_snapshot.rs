@@ -2,7 +2,6 @@
 //! checks. The message of a [`Problem`] is the same in all roles; each role maps it to its own
 //! code.
 
-use std::fmt;
 use std::sync::Arc;
 
 use kube::ResourceExt;
@@ -69,21 +68,10 @@ pub enum NotReady {
     Content(String),
 }
 
-/// Why a snapshot cannot be the base of another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mismatch {
-    OtherVolume,
-    BaseNewer,
-}
-
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::OtherVolume => "belongs to another volume than the target",
-            Self::BaseNewer => "is newer than the target; use the earlier snapshot as base",
-        })
-    }
-}
+/// A base and a target that Kubernetes knows to be of different volumes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("belongs to another volume than the target")]
+pub struct OtherVolume;
 
 /// Resolves VolumeSnapshots with two watches. Clones share them.
 #[derive(Clone)]
@@ -167,21 +155,16 @@ impl Resolver {
     }
 }
 
-/// Whether one snapshot can be the base of the other, as far as Kubernetes knows; the driver checks
-/// the rest. Only dynamically created contents are compared: Kubernetes does not know the volume of
-/// an imported snapshot, and its creation time may be the time of the import.
-pub fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Mismatch> {
+/// Whether one snapshot can be the base of the other, as far as Kubernetes knows: it does not know
+/// the volume of an imported snapshot. The driver checks the rest. Creation times are not compared:
+/// only the driver knows the order of snapshots after its clock was set back.
+pub fn fits(
+    base: &VolumeSnapshotContent,
+    target: &VolumeSnapshotContent,
+) -> Result<(), OtherVolume> {
     let volumes = (&base.spec.source.volume_handle, &target.spec.source.volume_handle);
-    let (Some(base_volume), Some(target_volume)) = volumes else { return Ok(()) };
-    if base_volume != target_volume {
-        return Err(Mismatch::OtherVolume);
-    }
-    let created_at =
-        |content: &VolumeSnapshotContent| content.status.as_ref().and_then(|it| it.creation_time);
-    if created_at(base).zip(created_at(target)).is_some_and(|(base, target)| base > target) {
-        return Err(Mismatch::BaseNewer);
-    }
-    Ok(())
+    let (Some(base), Some(target)) = volumes else { return Ok(()) };
+    if base == target { Ok(()) } else { Err(OtherVolume) }
 }
 
 fn unread_snapshots(error: kube::Error) -> Problem {
@@ -212,13 +195,12 @@ mod tests {
     }
 
     #[test]
-    fn imported_snapshots_are_not_compared_by_time() {
+    fn the_driver_decides_about_the_order_of_snapshots() {
         for (base, target, expected) in [
             ((Some("v"), 1), (Some("v"), 2), Ok(())),
             ((Some("v"), 1), (Some("v"), 1), Ok(())),
-            ((Some("v"), 2), (Some("v"), 1), Err(Mismatch::BaseNewer)),
-            ((Some("v"), 1), (Some("w"), 2), Err(Mismatch::OtherVolume)),
-            // The driver decides about these.
+            ((Some("v"), 2), (Some("v"), 1), Ok(())),
+            ((Some("v"), 1), (Some("w"), 2), Err(OtherVolume)),
             ((None, 2), (Some("v"), 1), Ok(())),
             ((Some("v"), 2), (None, 1), Ok(())),
             ((None, 2), (None, 1), Ok(())),

@@ -203,34 +203,63 @@ impl Bases {
         contents: &[Content],
         failure: &mut Option<anyhow::Error>,
     ) -> HashMap<String, Option<String>> {
-        // By volume: time of creation and handle.
-        let mut newest: HashMap<String, (i64, &str)> = HashMap::new();
+        let mut of_volumes: HashMap<String, HashSet<&str>> = HashMap::new();
         let mut bases = HashMap::new();
         for content in contents {
             let Some(handle) = content.ready_handle() else { continue };
             match self.volume(content, handle).await {
                 Ok(Some(volume)) => {
                     bases.insert(handle.to_owned(), None);
-                    let created = content.status.as_ref().and_then(|status| status.creation_time);
-                    let created = (created.unwrap_or_default(), handle);
-                    let known = newest.entry(volume).or_insert(created);
-                    *known = created.max(*known);
+                    of_volumes.entry(volume).or_default().insert(handle);
                 }
                 Ok(None) => {}
                 Err(error) => *failure = Some(error),
             }
         }
-        for (_, handle) in newest.into_values() {
-            match self.bases(handle).await {
-                Ok(Some(published)) => drop(bases.insert(handle.to_owned(), Some(published))),
-                Ok(None) => drop(bases.remove(handle)),
-                Err(error) => {
-                    bases.remove(handle);
-                    *failure = Some(error);
-                }
+        for (volume, handles) in of_volumes {
+            let published = self.of_newest(&volume, &handles).await;
+            let unknown = !matches!(published, Ok(Some(_)));
+            bases.retain(|handle, _| !unknown || !handles.contains(handle.as_str()));
+            match published {
+                Ok(found) => bases.extend(found.map(|(handle, value)| (handle, Some(value)))),
+                Err(error) => *failure = Some(error),
             }
         }
         bases
+    }
+
+    /// The newest of these snapshots of a volume and the annotation's value for it. `None` if this
+    /// driver has none of them.
+    async fn of_newest(
+        &self,
+        volume: &str,
+        handles: &HashSet<&str>,
+    ) -> anyhow::Result<Option<(String, String)>> {
+        let Some(handle) = self.newest(volume, handles).await? else { return Ok(None) };
+        Ok(self.bases(handle).await?.map(|value| (handle.to_owned(), value)))
+    }
+
+    /// The newest of these snapshots of a volume, in the driver's order: creation times may descend
+    /// after its clock was set back, and that of an imported content may be the import's.
+    async fn newest<'h>(
+        &self,
+        volume: &str,
+        handles: &HashSet<&'h str>,
+    ) -> anyhow::Result<Option<&'h str>> {
+        if let [handle] = handles.iter().copied().collect::<Vec<_>>()[..] {
+            return Ok(Some(handle));
+        }
+        let mut request =
+            admin::ListBasesRequest { volume_id: volume.to_owned(), ..Default::default() };
+        loop {
+            let Some(page) = self.list(volume, request.clone()).await? else { return Ok(None) };
+            let mut existing = page.bases.iter().filter(|base| base.deleted_at.is_none());
+            let listed = existing.find_map(|base| handles.get(base.snapshot_id.as_str()));
+            if listed.is_some() || page.next_token.is_empty() {
+                return Ok(listed.copied());
+            }
+            request.starting_token = page.next_token;
+        }
     }
 
     /// The handle of a snapshot's volume. A pre-provisioned content does not name it.
@@ -245,7 +274,7 @@ impl Bases {
         if let Some(volume) = self.volumes.get(handle) {
             return Ok(Some(volume.clone()));
         }
-        let Some(answer) = self.list(handle, 1).await? else { return Ok(None) };
+        let Some(answer) = self.list(handle, of_target(handle, 1)).await? else { return Ok(None) };
         let volume = answer.bases.into_iter().next().map(|base| base.volume_id);
         if let Some(volume) = &volume {
             self.volumes.insert(handle.to_owned(), volume.clone());
@@ -256,22 +285,18 @@ impl Bases {
     /// The annotation's value for this snapshot, or `None` if this driver does not have the
     /// snapshot.
     async fn bases(&self, handle: &str) -> anyhow::Result<Option<String>> {
-        let Some(answer) = self.list(handle, MAX_BASES).await? else { return Ok(None) };
+        let request = of_target(handle, MAX_BASES);
+        let Some(answer) = self.list(handle, request).await? else { return Ok(None) };
         published(answer).map(Some)
     }
 
-    /// The first bases for deltas to this snapshot, or `None` if the snapshot is deleted or belongs
-    /// to a driver of the same name on another node.
+    /// Bases of the object with this handle, or `None` if it is deleted or belongs to a driver of the
+    /// same name on another node.
     async fn list(
         &self,
         handle: &str,
-        max: usize,
+        request: admin::ListBasesRequest,
     ) -> anyhow::Result<Option<admin::ListBasesResponse>> {
-        let request = admin::ListBasesRequest {
-            target_snapshot_id: handle.to_owned(),
-            max_entries: i32::try_from(max).unwrap_or(i32::MAX),
-            ..Default::default()
-        };
         match self.driver.list_bases(request, self.timeout).await {
             Ok(answer) => Ok(Some(answer)),
             Err(status) if status.code() == Code::NotFound => Ok(None),
@@ -342,6 +367,15 @@ impl Bases {
     }
 }
 
+/// The first bases of deltas to this snapshot.
+fn of_target(handle: &str, max: usize) -> admin::ListBasesRequest {
+    admin::ListBasesRequest {
+        target_snapshot_id: handle.to_owned(),
+        max_entries: i32::try_from(max).unwrap_or(i32::MAX),
+        ..Default::default()
+    }
+}
+
 fn published(answer: admin::ListBasesResponse) -> anyhow::Result<String> {
     let more = !answer.next_token.is_empty();
     let volume = answer.bases.first().map(|base| base.volume_id.clone()).unwrap_or_default();
@@ -373,7 +407,7 @@ fn retention(text: &str) -> Result<Retention, String> {
 
 fn of_driver(handle: &str, status: &Status) -> anyhow::Error {
     let (code, message) = (code_name(status.code()), status.message());
-    anyhow::anyhow!("the driver returned {code} for snapshot {handle}: {message}")
+    anyhow::anyhow!("the driver returned {code} for {handle}: {message}")
 }
 
 #[cfg(test)]

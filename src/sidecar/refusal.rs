@@ -33,7 +33,6 @@ pub enum Reason {
     AmbiguousBase,
     ForeignBase,
     OtherVolume,
-    BaseNewer,
     SecretMissing,
     ApiServer,
     SidecarNotAllowed,
@@ -54,7 +53,7 @@ pub enum Reason {
 
 impl Reason {
     #[cfg(test)]
-    const ALL: [Self; 31] = [
+    const ALL: [Self; 30] = [
         Self::MissingArgument,
         Self::InvalidArgument,
         Self::OutOfRange,
@@ -71,7 +70,6 @@ impl Reason {
         Self::AmbiguousBase,
         Self::ForeignBase,
         Self::OtherVolume,
-        Self::BaseNewer,
         Self::SecretMissing,
         Self::ApiServer,
         Self::SidecarNotAllowed,
@@ -94,8 +92,7 @@ impl Reason {
             | Self::InvalidArgument
             | Self::OtherDriver
             | Self::AmbiguousBase
-            | Self::OtherVolume
-            | Self::BaseNewer => Code::InvalidArgument,
+            | Self::OtherVolume => Code::InvalidArgument,
             Self::OutOfRange => Code::OutOfRange,
             Self::Unauthenticated | Self::SessionInvalid => Code::Unauthenticated,
             Self::NotAllowed | Self::ForeignBase => Code::PermissionDenied,
@@ -152,7 +149,6 @@ impl Reason {
             Self::AmbiguousBase => "ambiguous_base",
             Self::ForeignBase => "foreign_base",
             Self::OtherVolume => "other_volume",
-            Self::BaseNewer => "base_newer",
             Self::SecretMissing => "secret_missing",
             Self::ApiServer => "api_server",
             Self::SidecarNotAllowed => "sidecar_not_allowed",
@@ -264,7 +260,6 @@ mod tests {
             | Reason::AmbiguousBase
             | Reason::ForeignBase
             | Reason::OtherVolume
-            | Reason::BaseNewer
             | Reason::TooMany
             | Reason::Exiting
             | Reason::ContractBroken => Answers,

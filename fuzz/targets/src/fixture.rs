@@ -143,6 +143,7 @@ pub fn volume(number: u64, state: u64) -> Volume {
         request: VolumeRequest { required_bytes: 1 << 20, ..VolumeRequest::default() },
         next_sequence: 1 + state,
         baseline: None,
+        newest_snapshot_at: None,
         chain_break: ChainBreak::First,
         lost_writes: None,
         growth_failure: None,

@@ -154,16 +154,10 @@ async fn from_driver(connection: &Connection, args: &MapArgs) -> Result<Vec<Row>
 /// The latest snapshots of a volume, oldest first.
 async fn latest(connection: &Connection, volume: &str, count: usize) -> Result<Vec<String>> {
     let volume_id = names::volume(connection, volume).await?.volume_id;
-    let mut found = Vec::new();
-    names::each_snapshot(connection, &volume_id, |snapshot| {
-        let created = snapshot.creation_time.map(|time| (time.seconds, time.nanos));
-        found.push((created, snapshot.snapshot_id));
-    })
-    .await?;
+    let found = names::snapshots_in_order(connection, &volume_id).await?;
     ensure!(!found.is_empty(), "volume {volume_id} has no snapshots");
-    found.sort();
     let surplus = found.len().saturating_sub(count);
-    Ok(found.into_iter().skip(surplus).map(|(_, id)| id).collect())
+    Ok(found.into_iter().skip(surplus).map(|snapshot| snapshot.snapshot_id).collect())
 }
 
 async fn through_cluster(options: &Options, args: &MapArgs) -> Result<Vec<Row>> {

@@ -12,7 +12,7 @@ use kube::ResourceExt;
 
 use super::access::Caller;
 use super::refusal::{Reason, Refusal};
-use crate::kubernetes::bound_snapshot::{self, Mismatch, Part, Problem, Snapshot};
+use crate::kubernetes::bound_snapshot::{self, Part, Problem, Snapshot};
 use crate::kubernetes::cache::Key;
 use crate::kubernetes::name;
 use crate::kubernetes::session::SessionSnapshot;
@@ -203,13 +203,8 @@ pub fn fits(
     base: &VolumeSnapshotContent,
     target: &VolumeSnapshotContent,
 ) -> Result<(), Refusal> {
-    bound_snapshot::fits(base, target).map_err(|mismatch| {
-        let reason = match mismatch {
-            Mismatch::OtherVolume => Reason::OtherVolume,
-            Mismatch::BaseNewer => Reason::BaseNewer,
-        };
-        Refusal::new(reason, format!("{field}: {mismatch}"))
-    })
+    let fits = bound_snapshot::fits(base, target);
+    fits.map_err(|other| Refusal::new(Reason::OtherVolume, format!("{field}: {other}")))
 }
 
 impl From<Problem> for Refusal {

@@ -5,7 +5,7 @@ use serde_json::json;
 use support::cluster::shared;
 
 use super::rig::{Options, Rig, a_while, lifetime, token};
-use support::cluster::manager::faketime;
+use support::clock::faketime;
 use support::skip;
 
 #[test]

@@ -146,7 +146,7 @@ fn get_delta_missing_or_otherwise_invalid_argument() {
         }),
         ("volume_id: is not a CSI handle", |it| it.volume_id = "a\nb".into()),
         ("base_snapshot: belongs to another volume", |it| it.base_snapshot = "other".into()),
-        ("base_snapshot: is newer", |it| {
+        ("is newer than the target", |it| {
             std::mem::swap(&mut it.base_snapshot, &mut it.target_snapshot);
         }),
     ];

@@ -120,14 +120,14 @@ fn content_missing_names_the_content() {
 }
 
 #[test]
-fn base_unfit_refuses_newer_and_foreign_bases() {
+fn base_unfit_refuses_foreign_bases_and_no_order_of_times() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     cluster.claim(&rig.apps, "data", &rig.driver, "volume-1", 1 << 30);
     rig.taken("monday", 1);
     rig.taken("tuesday", 2);
-    let failure = rig.fails(Cause::BaseUnfit, &spec("tuesday", "monday"));
-    assert!(failure.message.starts_with("spec.baseVolumeSnapshotName: is newer"), "{failure}");
+    // The clock may have been set back: only the driver knows the order.
+    rig.answer(spec("tuesday", "monday"));
     rig.answer(spec("monday", "tuesday"));
     let class = cluster.snapshot_class("other.csi.local", &[]);
     cluster.snapshot_with_status(&rig.apps, "other", "other.csi.local", &class, "h");

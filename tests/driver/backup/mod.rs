@@ -1,5 +1,6 @@
 //! `backup` and `restore` through the real binary, against a real driver.
 
+mod clock;
 mod damage;
 mod killed;
 mod s3;

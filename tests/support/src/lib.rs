@@ -3,6 +3,7 @@
 //! `NO_TEST_CLEAN_UP=1` keeps everything for inspection.
 
 pub mod abuse;
+pub mod clock;
 pub mod cluster;
 pub mod container;
 pub mod delta;

@@ -18,6 +18,7 @@ fn volume(id: &str) -> Volume {
         next_sequence: 1,
         baseline: None,
         chain_break: ChainBreak::First,
+        newest_snapshot_at: None,
         lost_writes: None,
         growth_failure: None,
     }

@@ -372,6 +372,7 @@ fn root_retention_of_a_deleted_baseline_starts_when_replaced() {
             pool.recover();
         }
         pool.put(&Snapshot { baseline_until: Some(long_ago), ..pool.row(&base.id) });
+        pool.store().clock.settle();
         pool.backend().forget_expired().unwrap();
         let refused = pool.backend().delta(&base.id, &target.id).unwrap_err();
         assert!(matches!(refused, Error::Precondition(_)), "{refused}");

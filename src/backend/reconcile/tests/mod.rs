@@ -23,6 +23,7 @@ use super::super::{Backend, Config, CreateVolume, Error, check, filesystem, sys}
 use super::*;
 use crate::backend::loop_device::LoopDevice;
 
+mod clock;
 mod files;
 mod use_and_loss;
 

@@ -467,6 +467,7 @@ fn root_a_full_catalog_allows_deletions() {
             request: VolumeRequest::default(),
             next_sequence: 1,
             baseline: None,
+            newest_snapshot_at: None,
             chain_break: ChainBreak::First,
             lost_writes: None,
             growth_failure: None,

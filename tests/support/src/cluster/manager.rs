@@ -1,7 +1,7 @@
 //! A session manager of this project as a process.
 
 use crate::driver::binary;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use k8s_openapi::api::rbac::v1::PolicyRule;
@@ -10,6 +10,7 @@ use super::Cluster;
 use super::access::rule;
 use super::programs::{Process, Served, free_port};
 use super::sidecar::http;
+use crate::clock::faketime;
 use crate::path;
 
 /// The rights that the manager needs, in its namespace and in the cluster.
@@ -46,13 +47,6 @@ pub struct Start<'s> {
     pub flags: &'s [&'s str],
     /// Offset of its clock, in the format of libfaketime: `+2h`.
     pub ahead: Option<&'s str>,
-}
-
-/// Debian's path of libfaketime, which sets the clock of a process.
-pub fn faketime() -> Option<PathBuf> {
-    let of_machines = std::fs::read_dir("/usr/lib").ok()?.flatten();
-    let mut files = of_machines.map(|of| of.path().join("faketime/libfaketimeMT.so.1"));
-    files.find(|file| file.exists())
 }
 
 /// Starts a manager with --self-signed, without waiting.

@@ -540,15 +540,11 @@ fn check_catalog(root: &Path) -> Result<()> {
     if catalog.metadata().is_ok_and(|metadata| metadata.len() > 0) {
         return catalog::verify_or_repair(&catalog);
     }
-    for directory in [Directory::Volumes, Directory::Snapshots] {
+    for directory in [Directory::Volumes, Directory::Snapshots, Directory::Records] {
         let path = directory.path(root);
         let mut files = fs::read_dir(&path).context(|| format!("listing {}", path.display()))?;
         if files.next().is_some() {
-            return Err(Error::Damaged(
-                "the catalog is missing but the pool holds volumes or snapshots; restore \
-                 catalog.redb from a backup"
-                    .to_owned(),
-            ));
+            return Err(catalog::damaged("it is missing or empty, but the pool has files"));
         }
     }
     Ok(())

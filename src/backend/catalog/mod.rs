@@ -29,7 +29,7 @@ use file::{CatalogFile, Mode};
 
 pub use file::ReleaseReserve;
 pub use snapshots::SnapshotFile;
-pub use verify::{read_verified, verify_or_repair};
+pub use verify::{damaged, read_verified, verify_or_repair};
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
 
@@ -246,7 +246,11 @@ impl Catalog {
     pub fn write<T>(&self, change: impl FnOnce(&WriteTx) -> Result<T>) -> Result<T> {
         let store = self.store(Mode::Durable)?;
         let has_room = store.file.has_room();
-        let tx = WriteTx { inner: store.database.begin_write().map_err(failed)?, has_room };
+        let mut inner = store.database.begin_write().map_err(failed)?;
+        // In one phase, a damaged last commit looks like one that a crash interrupted: the store
+        // would return to the previous commit, and acknowledged changes would be lost.
+        inner.set_two_phase_commit(true);
+        let tx = WriteTx { inner, has_room };
         let removed = std::mem::take(&mut *self.removed());
         // Before `change`, which may create one of these files again.
         let result = tx

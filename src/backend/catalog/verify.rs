@@ -139,5 +139,8 @@ fn copy_of(read: impl Fn(&mut [u8], u64) -> io::Result<usize>) -> Result<File> {
 }
 
 pub fn damaged(what: impl fmt::Display) -> Error {
-    Error::Damaged(format!("the catalog is damaged: {what}; restore it from a backup"))
+    Error::Damaged(format!(
+        "the catalog is damaged: {what}; restore catalog.redb from a backup, or save the volumes \
+         (docs/reference/driver.md, Recovery)"
+    ))
 }

@@ -1,3 +1,4 @@
+mod damage;
 pub mod snapshots;
 
 use super::*;

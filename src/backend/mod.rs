@@ -271,6 +271,17 @@ impl Backend {
 
     /// Drops expired change records of deleted snapshots, and their ids after another retention
     /// period. Call this about once a minute.
+    /// Gives an allocated pool image its own blocks where a copy of it shares them. Call this about
+    /// once a second.
+    pub fn unshare_image(&self) -> Result<()> {
+        self.store.pool.image().map_or(Ok(()), pool::Image::unshare)
+    }
+
+    /// Bytes of an allocated pool image in blocks that another file shares.
+    pub fn shared_image_bytes(&self) -> u64 {
+        self.store.pool.image().map_or(0, pool::Image::shared)
+    }
+
     pub fn forget_expired(&self) -> Result<()> {
         maintenance::forget_expired(&self.store)
     }

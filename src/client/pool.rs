@@ -112,6 +112,7 @@ struct Status {
 struct Image {
     size_bytes: u64,
     allocated: bool,
+    shared_bytes: u64,
     available_below_bytes: u64,
 }
 
@@ -133,6 +134,7 @@ impl From<admin::Pool> for Status {
             image: pool.image.map(|image| Image {
                 size_bytes: image.size_bytes,
                 allocated: image.allocated,
+                shared_bytes: image.shared_bytes,
                 available_below_bytes: image.available_below_bytes,
             }),
         }
@@ -156,7 +158,11 @@ fn facts(pool: &Status) -> String {
     }
     facts.push(("block size", format::bytes(pool.block_size_bytes)));
     if let Some(image) = &pool.image {
-        let kind = if image.allocated { "allocated" } else { "sparse" };
+        let kind = match (image.allocated, image.shared_bytes) {
+            (true, _) => "allocated".to_owned(),
+            (false, 0) => "sparse".to_owned(),
+            (false, shared) => format!("{} shared with another file", format::bytes(shared)),
+        };
         facts.push(("image", format!("{}, {kind}", format::bytes(image.size_bytes))));
         facts.push(("available below", format::bytes(image.available_below_bytes)));
     }

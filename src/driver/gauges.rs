@@ -22,7 +22,7 @@ impl Gauges {
         Self(backend)
     }
 
-    fn capacity(&self) -> Result<[Gauge; 2]> {
+    fn capacity(&self) -> Result<[Gauge; 3]> {
         let capacity = self.0.capacity()?;
         Ok([
             (
@@ -34,6 +34,11 @@ impl Gauges {
                 "pool_maximum_volume_bytes",
                 "Size of the largest volume that can be created now",
                 capacity.maximum_volume,
+            ),
+            (
+                "pool_image_shared_bytes",
+                "Bytes of an allocated pool image that another file shares: writing to them needs space below",
+                self.0.shared_image_bytes(),
             ),
         ])
     }

@@ -54,6 +54,7 @@ fn pool(status: PoolStatus) -> admin::Pool {
         image: image.map(|image| admin::Image {
             size_bytes: image.size,
             allocated: image.allocated,
+            shared_bytes: image.shared,
             available_below_bytes: image.available_below,
         }),
         provisioned_bytes: capacity.provisioned,

@@ -38,6 +38,8 @@ use crate::telemetry::shutdown::Shutdown;
 const BLOCKING_THREADS: usize = 64;
 /// Interval between checks of the free space of the pool.
 const PRESSURE_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between searches for blocks of the pool image that a copy of it shares.
+const SHARING_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between searches for change records whose retention has ended.
 const RETENTION_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval between searches for inline volumes whose pod is gone.
@@ -184,8 +186,9 @@ type Task = fn(&Backend) -> backend::Result<()>;
 
 /// Spawns the backend's periodic tasks.
 fn spawn_housekeeping(backend: &Backend, shutdown: &Shutdown) {
-    let tasks: [(Duration, Task); 3] = [
+    let tasks: [(Duration, Task); 4] = [
         (PRESSURE_INTERVAL, Backend::relieve_pressure),
+        (SHARING_INTERVAL, Backend::unshare_image),
         (RETENTION_INTERVAL, Backend::forget_expired),
         (INLINE_INTERVAL, Backend::collect_inline),
     ];

@@ -226,11 +226,87 @@ fn an_allocated_image_with_holes_is_allocated_again() {
     assert!(!status.allocated, "{status:?}");
     assert_eq!(on.pool.backend().pool_room().unwrap().available, status.available_below);
     let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
-    assert!(condition.is_abnormal() && condition.message.contains("sparse"), "{condition:?}");
+    assert!(
+        condition.is_abnormal() && condition.message.contains("not allocated"),
+        "{condition:?}"
+    );
     drop(filler);
     on.pool.restart();
     assert!(on.status().allocated);
     on.pool.snapshot("a", &volume);
+}
+
+/// `cp` on a filesystem that shares blocks.
+fn copy_image(on: &OnSmall) -> PathBuf {
+    let copy = on.host.join("copy.img");
+    run("cp", &["--reflink=always", path(&on.host.join("data/pool.img")), path(&copy)]);
+    copy
+}
+
+/// What the driver does every second.
+fn unshare(on: &OnSmall) {
+    wait_for("the image has its own blocks", || {
+        on.pool.backend().unshare_image().unwrap();
+        on.status().allocated
+    });
+}
+
+#[test]
+fn a_copied_image_gets_its_own_blocks_or_is_reported() {
+    if !have_root() {
+        return;
+    }
+    let directory = directory();
+    let small = Small::mount_xfs(directory.path(), 1200 * MIB);
+    let mut on = OnSmall::on(directory, small, 400 * MIB, false);
+    let volume = on.pool.volume("v", 64 * MIB);
+    let mut attached = on.pool.attach(&volume.id);
+    // Durable: the device may use the page cache.
+    let write = |attached: &Attached, seed| {
+        write_direct(&attached.target, 0, &pattern(seed, 60 << 20));
+        File::open(&attached.target).unwrap().sync_all().unwrap();
+    };
+    let healthy = |on: &OnSmall| {
+        let backend = on.pool.backend();
+        let of_volume = backend.volume_condition(&volume.id).unwrap();
+        let of_pool = backend.pool_status().unwrap().condition;
+        assert_eq!(of_volume.problem, of_pool.problem);
+        assert!(!of_pool.is_abnormal() || of_pool.message.contains("shares"), "{of_pool:?}");
+        !of_pool.is_abnormal()
+    };
+    write(&attached, 1);
+    assert!(on.status().allocated);
+    // With room below, the shared blocks are copied.
+    let copy = copy_image(&on);
+    let before = fs::read(&copy).unwrap();
+    assert!(!on.status().allocated && on.status().shared > 50 * MIB, "{:?}", on.status());
+    assert!(healthy(&on));
+    unshare(&on);
+    let mut filler = Some(HostFiller::all_of(&on.host));
+    write(&attached, 2);
+    assert!(read_all(&attached.target)[..60 << 20] == pattern(2, 60 << 20));
+    assert!(fs::read(&copy).unwrap() == before, "the copy has changed");
+    filler.take();
+    // Without room they are reported, also after a restart and without a use of the volume.
+    fs::remove_file(&copy).unwrap();
+    copy_image(&on);
+    // Enough for the log of the pool's XFS, too little for the shared blocks.
+    filler = Some(HostFiller::new(&on.host, 40 * MIB));
+    for _ in 0..2 {
+        on.pool.backend().unshare_image().unwrap();
+        assert!(!on.status().allocated && on.status().shared > 50 * MIB, "{:?}", on.status());
+        assert!(!healthy(&on));
+        on.pool.detach(&attached);
+        on.pool.restart();
+        attached = on.pool.attach(&volume.id);
+    }
+    filler.take();
+    unshare(&on);
+    assert!(healthy(&on) && !on.reserve().exists());
+    let _filler = HostFiller::all_of(&on.host);
+    write(&attached, 3);
+    assert!(read_all(&attached.target)[..60 << 20] == pattern(3, 60 << 20));
+    on.pool.detach(&attached);
 }
 
 #[test]

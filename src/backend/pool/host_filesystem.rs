@@ -5,8 +5,10 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use linux_raw_sys::ioctl::FIEMAP_EXTENT_SHARED;
+use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statfs::{FsType, statfs};
 use tracing::{info, warn};
@@ -39,6 +41,9 @@ const PLENTY: u64 = 4 * RESERVE;
 /// A sparse image has too little space if less than this is available, in bytes.
 pub const LOW_SPACE: u64 = 96 << 20;
 
+/// Size of a single copy of shared blocks, in bytes.
+const UNSHARE_STEP: u64 = 16 << 20;
+
 /// Size of a single write, in bytes.
 const CHUNK: usize = 1 << 20;
 
@@ -49,33 +54,121 @@ pub fn writes_in_place(data_dir: &Path) -> Result<bool> {
     Ok(!COPY_ON_WRITE.contains(&stat.filesystem_type()))
 }
 
-/// Whether every block of the file is allocated and not shared, so that no write needs space. Valid
-/// only if [`writes_in_place`].
-pub fn is_allocated(file: &File) -> Result<bool> {
-    let doing = || "reading the extent map of the pool image".to_owned();
-    let metadata = file.metadata().context(doing)?;
+/// The parts of an image to which a write needs space below, in bytes. Valid only if
+/// [`writes_in_place`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Lacking {
+    /// Not allocated.
+    pub holes: u64,
+    /// In blocks that another file shares, such as a copy of the image.
+    pub shared: u64,
+}
+
+impl Lacking {
+    pub fn is_nothing(self) -> bool {
+        self == Self::default()
+    }
+
+    pub fn bytes(self) -> u64 {
+        self.holes.saturating_add(self.shared)
+    }
+}
+
+/// Reads the extent map of an image.
+pub fn lacking(file: &File) -> Result<Lacking> {
+    let length = length(file)?;
+    let mut lacking = Lacking::default();
     let mut position = 0;
-    while position < metadata.len() {
-        let extents = match sys::fiemap(file, position, metadata.len()) {
+    let is_supported = each_extent(file, 0, |extent| {
+        lacking.holes += extent.start.saturating_sub(position);
+        if extent.is_shared {
+            lacking.shared += extent.end - extent.start.max(position);
+        }
+        position = extent.end;
+        true
+    })?;
+    match is_supported {
+        true => lacking.holes += length.saturating_sub(position),
+        // A filesystem without extent maps (tmpfs): use its block count.
+        false => lacking.holes = unallocated(file)?,
+    }
+    Ok(lacking)
+}
+
+struct Extent {
+    start: u64,
+    end: u64,
+    is_shared: bool,
+}
+
+/// Visits the extents from byte `position` on, in order, until `visit` returns false. Returns
+/// whether the filesystem has extent maps.
+fn each_extent(
+    file: &File,
+    mut position: u64,
+    mut visit: impl FnMut(Extent) -> bool,
+) -> Result<bool> {
+    let length = length(file)?;
+    while position < length {
+        let extents = match sys::fiemap(file, position, length) {
             Ok(extents) => extents,
-            // A filesystem without extent maps (tmpfs): use its block count.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOTTY)) => {
-                return Ok(unallocated(file)? == 0);
+                return Ok(false);
             }
-            Err(e) => return Err(Error::io(doing(), e)),
+            Err(e) => {
+                return Err(Error::io("reading the extent map of the pool image".to_owned(), e));
+            }
         };
         let before = position;
         for extent in extents {
-            if extent.logical > position || extent.flags & FIEMAP_EXTENT_SHARED != 0 {
-                return Ok(false);
+            let end = extent.logical.saturating_add(extent.length).min(length);
+            let start = extent.logical.max(position);
+            let is_shared = extent.flags & FIEMAP_EXTENT_SHARED != 0;
+            if end <= start {
+                continue;
             }
-            position = position.max(extent.logical.saturating_add(extent.length));
+            position = end;
+            if !visit(Extent { start, end, is_shared }) {
+                return Ok(true);
+            }
         }
         if position == before {
-            return Ok(false);
+            break;
         }
     }
     Ok(true)
+}
+
+/// Copies blocks of the image that another file shares, in steps, until `until` or while enough
+/// space is available. Writers of the image wait for one step at a time.
+pub fn unshare(data_dir: &Path, file: &File, until: Instant) -> Result<()> {
+    let mut position = 0;
+    while Instant::now() < until {
+        let mut next = None;
+        each_extent(file, position, |extent| {
+            next = extent.is_shared.then_some(extent);
+            next.is_none()
+        })?;
+        let Some(Extent { start, end, .. }) = next else { break };
+        let length = (end - start).min(UNSHARE_STEP);
+        if filesystem_room(data_dir)?.available < length + LOW_SPACE {
+            break;
+        }
+        let unshare = FallocateFlags::FALLOC_FL_UNSHARE_RANGE;
+        match fallocate(file, unshare, start as i64, length as i64) {
+            Ok(()) => {}
+            // The condition of the pool reports what remains shared.
+            Err(Errno::ENOSPC | Errno::EDQUOT | Errno::EOPNOTSUPP) => break,
+            Err(e) => return Err(Error::io("unsharing the pool image".to_owned(), e.into())),
+        }
+        reach("image.unshared")?;
+        position = start + length;
+    }
+    Ok(())
+}
+
+fn length(file: &File) -> Result<u64> {
+    Ok(file.metadata().context(|| "reading the size of the pool image".to_owned())?.len())
 }
 
 /// The unallocated bytes of the file, by its block count.

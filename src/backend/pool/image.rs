@@ -10,7 +10,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::sys;
 use super::super::units::BLOCK_SIZE;
 use super::{
+use super::host_filesystem::Lacking;
     ImageChoice, ImageStatus, Room, filesystem_room, host_filesystem, new_file, remove_and_free,
     sync_directory,
 };
@@ -39,6 +40,9 @@ const DEFAULT_BYTES: u64 = 10 << 30;
 pub const MAX_BLOCK_SIZE: u64 = 64 << 10;
 
 /// How long to wait until a previous user has released the image's device.
+/// Maximum time of a call that copies shared blocks.
+const UNSHARE_TIME: Duration = Duration::from_secs(1);
+
 const BUSY_DEADLINE: Duration = Duration::from_secs(5);
 
 pub fn path(data_dir: &Path) -> PathBuf {
@@ -55,14 +59,22 @@ pub struct Image {
     mount: OwnedFd,
     /// Whether the image should be allocated and its filesystem supports that.
     preallocates: bool,
-    /// Whether it is allocated: no write needs space outside the image.
-    is_allocated: bool,
+    /// What an image that should be allocated lacks.
+    known: Mutex<Known>,
     in_place: bool,
     /// Held during growth.
     growing: Mutex<()>,
 }
 
 /// The purpose of opening an image.
+/// What an image lacked when its extent map was last read.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    lacking: Lacking,
+    /// When to read it again.
+    due: Instant,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// For a driver: unfinished changes of the image are completed.
@@ -82,14 +94,19 @@ impl Image {
             .context(|| format!("opening {}", path.display()))?;
         let in_place = host_filesystem::writes_in_place(data_dir)?;
         let preallocates = allocated && in_place;
-        let mut is_allocated = preallocates && host_filesystem::is_allocated(&file)?;
+        let read =
+            || if preallocates { host_filesystem::lacking(&file) } else { Ok(Lacking::default()) };
+        let mut lacking = read()?;
         if purpose == Purpose::Serve {
-            if !is_allocated {
-                is_allocated = preallocates && allocate_rest(data_dir, &file)?;
-                log_kind(&path, allocated, in_place, is_allocated);
+            if !preallocates || !lacking.is_nothing() {
+                if preallocates {
+                    allocate_rest(data_dir, &file)?;
+                    lacking = read()?;
+                }
+                log_kind(&path, allocated, in_place, preallocates && lacking.is_nothing());
             }
             // Before the mount: replaying the log of the XFS may need space.
-            update_reserve(data_dir, in_place, is_allocated);
+            update_reserve(data_dir, in_place, preallocates && lacking.is_nothing());
         }
         let (device, handle) = attach(&file)?;
         let mount = mount(&device, preallocates).map_err(|error| match error {
@@ -105,7 +122,7 @@ impl Image {
             device,
             mount,
             preallocates,
-            is_allocated,
+            known: Mutex::new(Known { lacking, due: Instant::now() }),
             in_place,
             growing: Mutex::new(()),
         };
@@ -120,20 +137,68 @@ impl Image {
         PathBuf::from(format!("/proc/self/fd/{}", self.mount.as_raw_fd()))
     }
 
-    /// Whether every block of the image is allocated on its filesystem.
+    /// Whether every block of the image is allocated on its filesystem, and its own.
     pub fn is_allocated(&self) -> bool {
-        self.is_allocated
+        self.preallocates && self.known().lacking.is_nothing()
     }
 
     pub fn status(&self) -> Result<ImageStatus> {
         Ok(ImageStatus {
+        if self.preallocates {
+            self.read_map()?;
+        }
             size: self.size()?,
-            allocated: self.is_allocated,
+            allocated: self.is_allocated(),
+            shared: self.shared(),
             available_below: self.host_room()?.available,
         })
     }
 
     /// The size of the image file, in bytes.
+    /// Bytes in blocks that another file shares, of an image that should be allocated.
+    pub fn shared(&self) -> u64 {
+        self.known().lacking.shared
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read_map(&self) -> Result<Lacking> {
+        let begun = Instant::now();
+        let lacking = host_filesystem::lacking(&self.file)?;
+        // At most a hundredth of the time is spent on reading maps of many extents.
+        *self.known() = Known { lacking, due: Instant::now() + 100 * begun.elapsed() };
+        Ok(lacking)
+    }
+
+    /// Finds blocks that a copy of the image shares, and gives the image its own. Call this about
+    /// once a second: `cp` shares blocks by default.
+    pub fn unshare(&self) -> Result<()> {
+        if !self.preallocates || Instant::now() < self.known().due {
+            return Ok(());
+        }
+        let was_allocated = self.is_allocated();
+        let lacking = self.read_map()?;
+        if lacking.shared > 0 {
+            if was_allocated {
+                warn!(
+                    bytes = lacking.shared,
+                    "another file shares blocks of the pool image, such as a copy of it: copying the blocks"
+                );
+            }
+            host_filesystem::unshare(&self.data_dir, &self.file, Instant::now() + UNSHARE_TIME)?;
+            if self.read_map()?.shared < lacking.shared {
+                self.known().due = Instant::now();
+            }
+        }
+        if !was_allocated && self.is_allocated() {
+            info!("every block of the pool image is its own again");
+            remove_and_free(&host_filesystem::reserve_path(&self.data_dir))?;
+        }
+        Ok(())
+    }
+
     pub fn size(&self) -> Result<u64> {
         let metadata =
             self.file.metadata().context(|| "reading the size of the pool image".to_owned())?;
@@ -148,7 +213,7 @@ impl Image {
     /// Completes the reserve of a sparse image if space is available. Cheap: called about once a
     /// second.
     pub fn restore_reserve(&self) -> Result<()> {
-        match self.is_allocated {
+        match self.is_allocated() {
             true => Ok(()),
             false => host_filesystem::make_reserve(&self.data_dir, self.in_place),
         }
@@ -156,19 +221,37 @@ impl Image {
 
     /// Releases part of the reserve of a sparse image after a write failed for lack of space.
     pub fn release_reserve(&self) -> Result<()> {
-        match self.is_allocated {
+        match self.is_allocated() {
             true => Ok(()),
             false => host_filesystem::release(&self.data_dir),
         }
     }
 
-    /// A warning if the filesystem of a sparse image is nearly full.
+    /// Whether writes to the image can need more than the given bytes below it.
+    pub fn may_need_more_than(&self, available: u64) -> bool {
+        !self.preallocates || self.known().lacking.bytes() > available
+    }
+
+    /// A warning if the filesystem of the image may not have the space that writes need.
     pub fn space_warning(&self) -> Result<Option<String>> {
-        if self.is_allocated {
+        if self.is_allocated() {
             return Ok(None);
         }
         let available = self.host_room()?.available;
         Ok((available < host_filesystem::LOW_SPACE).then(|| {
+        if self.preallocates {
+            let Lacking { holes, shared } = self.known().lacking;
+            let needed = holes.saturating_add(shared).saturating_add(host_filesystem::LOW_SPACE);
+            return Ok((available < needed).then(|| {
+                format!(
+                    "the pool image in {} is not its own: another file shares {shared} bytes of it, such as a copy \
+                     made by cp, and {holes} bytes are not allocated, but the filesystem there has only {available} \
+                     bytes free: writes to volumes fail with I/O errors when it is full; remove the copy, or free \
+                     space there",
+                    self.data_dir.display()
+                )
+            }));
+        }
             format!(
                 "the filesystem of {} is nearly full ({available} bytes are free) and the pool image \
                  on it is sparse: writes to volumes fail with I/O errors when it is full; free space \
@@ -231,24 +314,21 @@ impl Image {
 }
 
 /// Allocates the missing blocks of an image that should be allocated: of a pool being converted, or
-/// of a copied image. Returns whether it is fully allocated. Allocates nothing if there is not
-/// enough space.
-fn allocate_rest(data_dir: &Path, file: &File) -> Result<bool> {
+/// of a copied image. Allocates nothing if there is not enough space.
+fn allocate_rest(data_dir: &Path, file: &File) -> Result<()> {
     let allocating = || "allocating the pool image".to_owned();
     let size = file.metadata().context(allocating)?.len();
     // Attached volumes keep the previous mount, which may discard blocks.
     if !LoopDevice::find(file)?.is_empty() {
-        return Ok(false);
+        return Ok(());
     }
     if host_filesystem::unallocated(file)? > filesystem_room(data_dir)?.available {
-        return Ok(false);
+        return Ok(());
     }
     match host_filesystem::allocate(file, 0, size) {
-        Ok(()) => {}
-        Err(e) if is_full(&e) || e.raw_os_error() == Some(libc::EOPNOTSUPP) => return Ok(false),
-        Err(e) => return Err(Error::io(allocating(), e)),
+        Err(e) if is_full(&e) || e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+        allocated => allocated.context(allocating),
     }
-    host_filesystem::is_allocated(file)
 }
 
 fn log_kind(image: &Path, allocated: bool, in_place: bool, is_allocated: bool) {

@@ -139,8 +139,10 @@ pub struct PoolStatus {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageStatus {
     pub size: u64,
-    /// Whether every block of it is allocated on its filesystem.
+    /// Whether every block of it is allocated on its filesystem, and its own.
     pub allocated: bool,
+    /// What of it is in blocks that another file shares, if it should be allocated.
+    pub shared: u64,
     /// Space available on the filesystem that contains the image.
     pub available_below: u64,
 }

@@ -122,14 +122,17 @@ impl Pool for ReflinkPool {
         self.image.as_ref()
     }
 
-    /// For a sparse image, limited by the space of its own filesystem.
+    /// For an image that needs more space below, limited by that space.
     fn room(&self) -> Result<Room> {
         let room = filesystem_room(&self.root)?;
         let Some(image) = self.image.as_ref().filter(|image| !image.is_allocated()) else {
             return Ok(room);
         };
-        let below = image.host_room()?;
-        Ok(Room { available: room.available.min(below.available), ..room })
+        let below = image.host_room()?.available;
+        if !image.may_need_more_than(below) {
+            return Ok(room);
+        }
+        Ok(Room { available: room.available.min(below), ..room })
     }
 
     /// The flag keeps xfs_fsr from moving blocks. By default, XFS reserves 32 blocks around each

@@ -47,6 +47,11 @@ impl Small {
         Self::mount_as(directory, bytes, &["mkfs.ext4", "-q", "-m", "0"])
     }
 
+    /// Mounts an XFS that shares blocks.
+    pub fn mount_xfs(directory: &Path, bytes: u64) -> Self {
+        Self::mount_as(directory, bytes, &["mkfs.xfs", "-q", "-m", "reflink=1"])
+    }
+
     pub fn mount_btrfs(directory: &Path, bytes: u64) -> Self {
         Self::mount_as(directory, bytes, &["mkfs.btrfs", "-q", "-f"])
     }

@@ -18,6 +18,8 @@ pub const READ_ONLY_CONTENT: &str = "readOnlyContent";
 pub const CONTENT: &str = "content/";
 /// Where the data is stored: empty for the pool, `Memory` as in emptyDir.
 pub const MEDIUM: &str = "medium";
+/// Sector size of the volume's device in bytes: `512` or `4096`.
+pub const SECTOR_SIZE: &str = "sectorSize";
 /// An attribute and StorageClass parameter of earlier versions, which deferred the mount to a
 /// container runtime (KEP-2857).
 pub const REMOVED_DEFER_FS_MOUNT: &str = "deferFSMount";
@@ -48,6 +50,8 @@ pub struct Attributes {
     /// In bytes; `None` if no size is set.
     pub size: Option<u64>,
     pub medium: Medium,
+    /// In bytes; `None` if not set.
+    pub sector_size: Option<u32>,
     /// Content by file name.
     pub content: BTreeMap<String, String>,
     read_only_content: Option<bool>,
@@ -59,6 +63,7 @@ impl fmt::Debug for Attributes {
         f.debug_struct("Attributes")
             .field("size", &self.size)
             .field("medium", &self.medium)
+            .field("sector_size", &self.sector_size)
             .field("content", &self.content.keys())
             .field("read_only_content", &self.read_only_content)
             .finish()
@@ -95,6 +100,7 @@ impl Attributes {
                 SIZE => parsed.size = Some(size(value)?),
                 READ_ONLY_CONTENT => parsed.read_only_content = Some(boolean(key, value)?),
                 MEDIUM => parsed.medium = medium(value)?,
+                SECTOR_SIZE => parsed.sector_size = Some(sector_size(value)?),
                 _ => match key.strip_prefix(CONTENT) {
                     Some(name) => {
                         check_file_name(name).map_err(|reason| problem(key, reason))?;
@@ -184,11 +190,19 @@ fn medium(value: &str) -> Result<Medium, Problem> {
     }
 }
 
+fn sector_size(value: &str) -> Result<u32, Problem> {
+    match value {
+        "512" => Ok(512),
+        "4096" => Ok(4096),
+        _ => Err(problem(SECTOR_SIZE, "is neither 512 nor 4096")),
+    }
+}
+
 fn unknown(key: &str) -> Problem {
     if key == REMOVED_DEFER_FS_MOUNT {
         return problem(key, DEFER_BY_ANNOTATION);
     }
-    let known = format!("{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME and {MEDIUM}");
+    let known = format!("{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME, {MEDIUM} and {SECTOR_SIZE}");
     problem(key, format!("is not an attribute of an inline volume; use {known}"))
 }
 
@@ -242,8 +256,10 @@ mod tests {
             ("content/app.conf", "a=b"),
             ("content/.hidden", ""),
             ("readOnlyContent", "false"),
+            ("sectorSize", "512"),
         ]);
         let attributes = attributes.unwrap();
+        assert_eq!(attributes.sector_size, Some(512));
         assert_eq!((attributes.size, attributes.medium), (Some(3 << 29), Medium::Memory));
         assert_eq!(attributes.content["app.conf"], "a=b");
         assert!(attributes.content.contains_key(".hidden"));
@@ -290,9 +306,13 @@ mod tests {
 
     #[test]
     fn invalid_values_are_refused_and_not_repeated() {
-        for (key, value) in
-            [("size", "0"), ("size", "much"), ("readOnlyContent", "yes"), ("medium", "memory")]
-        {
+        for (key, value) in [
+            ("size", "0"),
+            ("size", "much"),
+            ("readOnlyContent", "yes"),
+            ("medium", "memory"),
+            ("sectorSize", "1Ki"),
+        ] {
             assert_eq!(wrong(&[(key, value)]).attribute, key);
         }
         assert!(!wrong(&[("readOnlyContent", "hunter2")]).to_string().contains("hunter2"));

@@ -50,7 +50,7 @@ pub fn at_stage(store: &Store, volume: &mut Volume, device: LoopDevice) -> Resul
     // pod writes to it.
     pool::sync_directory(&Directory::Volumes.path(store.pool.root()))?;
     let _ = conclude(store, volume, format, grown);
-    LoopDevice::ensure(&store.open_volume(volume)?)
+    LoopDevice::ensure(&store.open_volume(volume)?, volume.sector_size)
 }
 
 /// Grows the filesystem of a volume in use. `Precondition` if it keeps its size: kubelet then
@@ -59,7 +59,7 @@ pub fn on_node(store: &Store, volume: &mut Volume, device: LoopDevice) -> Result
     let Some(format) = growable(volume) else { return Ok(()) };
     let grown = grow(store, volume, &device);
     pool::sync_directory(&Directory::Volumes.path(store.pool.root()))?;
-    LoopDevice::ensure(&store.open_volume(volume)?)?;
+    LoopDevice::ensure(&store.open_volume(volume)?, volume.sector_size)?;
     conclude(store, volume, format, grown)
 }
 
@@ -253,7 +253,8 @@ fn grow_copy(
     store.pool.prepare_target(&copy, bytes)?;
     store.pool.as_ref().clone(backing, &copy)?;
     reach("growth.copied")?;
-    let (device, handle) = LoopDevice::attach(&copy, Lifetime::LastUser { shares_blocks: true })?;
+    let lifetime = Lifetime::LastUser { shares_blocks: true };
+    let (device, handle) = LoopDevice::attach(&copy, lifetime, volume.sector_size)?;
     match method {
         Method::Mounted => grow_once_mounted(fs_type, &device, bytes)?,
         Method::Unmounted => filesystem::grow_unmounted(device.path(), bytes)?,

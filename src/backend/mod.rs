@@ -50,10 +50,11 @@ mod point_in_time;
 pub mod pool;
 mod reconcile;
 mod runtime;
+mod sector;
 mod snapshot;
-mod store;
 mod snapshot_time;
 mod steady_clock;
+mod store;
 pub(crate) mod sys;
 mod take_snapshot;
 mod target;
@@ -78,8 +79,8 @@ use error::Context;
 use freeze_guard::Guard;
 use locks::Locks;
 use pool::{Directory, ImageChoice, Pool};
-use store::Store;
 use steady_clock::SteadyClock;
+use store::Store;
 
 pub use base::{Base, BaseFilter};
 pub use details::VolumeDetails;
@@ -93,6 +94,7 @@ pub use pool::{
     ImageStatus, MAX_BLOCK_SIZE as MAX_POOL_BLOCK_SIZE, PoolChoice, PoolKind, PoolStatus,
 };
 pub use runtime::{DeferredMount, Runtime, RuntimeStats};
+pub use sector::SectorSize;
 pub use snapshot::SnapshotFilter;
 pub use store::now;
 pub use sys::limit_malloc_arenas;
@@ -200,10 +202,10 @@ impl Backend {
             locks: Locks::default(),
             freeze_guard: Guard::new(config.freeze_guard.clone()),
             config,
+            clock: SteadyClock::start(store::now().0, Instant::now()),
             crash_consistent: AtomicU64::new(0),
             needs_space: AtomicBool::new(false),
             unrecorded: Default::default(),
-            clock: SteadyClock::start(store::now().0, Instant::now()),
             _instance_lock: instance_lock,
         };
         info!(pool = %store.pool.kind(), reason = store.pool_reason, "opened the pool");
@@ -269,8 +271,6 @@ impl Backend {
         maintenance::relieve_pressure(&self.store)
     }
 
-    /// Drops expired change records of deleted snapshots, and their ids after another retention
-    /// period. Call this about once a minute.
     /// Gives an allocated pool image its own blocks where a copy of it shares them. Call this about
     /// once a second.
     pub fn unshare_image(&self) -> Result<()> {
@@ -282,6 +282,8 @@ impl Backend {
         self.store.pool.image().map_or(0, pool::Image::shared)
     }
 
+    /// Drops expired change records of deleted snapshots, and their ids after another retention
+    /// period. Call this about once a minute.
     pub fn forget_expired(&self) -> Result<()> {
         maintenance::forget_expired(&self.store)
     }

@@ -9,6 +9,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
+use super::sector::SectorSize;
 
 /// A supported filesystem type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,19 +103,21 @@ pub struct Volume {
     pub change_tracking: bool,
     #[serde(default)]
     pub change_precision: Precision,
+    #[serde(default, skip_serializing_if = "SectorSize::is_default")]
+    pub sector_size: SectorSize,
     pub format: Option<Format>,
     pub source: Option<Source>,
     /// The CreateVolume request, for comparison with a repeated call.
     pub request: VolumeRequest,
     /// The sequence number of the next snapshot. Ascending within the volume.
     pub next_sequence: u64,
-    /// The snapshot that the next one is compared with. Its data exists even if it was deleted
-    /// through the API.
-    pub baseline: Option<String>,
     /// Seconds and nanoseconds since the epoch. The next snapshot is later. `None` without a
     /// snapshot, or with none since an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub newest_snapshot_at: Option<(u64, u32)>,
+    /// The snapshot that the next one is compared with. Its data exists even if it was deleted
+    /// through the API.
+    pub baseline: Option<String>,
     /// The reason if there is no baseline.
     pub chain_break: ChainBreak,
     /// Accepted writes that the kernel lost. While this is set, the volume gets no snapshots and no
@@ -150,6 +153,9 @@ pub struct VolumeRequest {
     pub change_tracking: bool,
     #[serde(default)]
     pub change_precision: Precision,
+    /// `None`: the source's, or the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sector_size: Option<SectorSize>,
     pub source: Option<Source>,
 }
 
@@ -241,6 +247,9 @@ pub struct Snapshot {
     pub record_generation: u64,
     /// Whether the copy of the backing file exists.
     pub has_data: bool,
+    /// The volume's.
+    #[serde(default, skip_serializing_if = "SectorSize::is_default")]
+    pub sector_size: SectorSize,
     /// The filesystem of the volume at that time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
@@ -496,6 +505,8 @@ pub struct InlineRequest {
     pub in_memory: bool,
     /// Only the driver writes to it and updates its content.
     pub read_only_content: bool,
+    #[serde(default, skip_serializing_if = "SectorSize::is_default")]
+    pub sector_size: SectorSize,
     /// A container runtime mounts it, and this host never does.
     #[serde(default)]
     pub deferred: Option<Deferral>,

@@ -67,6 +67,7 @@ pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Sn
         predecessor: Predecessor::None(volume.chain_break),
         record_generation: 0,
         has_data: false,
+        sector_size: volume.sector_size,
         format: volume.format,
         crash_consistent: false,
         baseline_until: None,

@@ -18,6 +18,7 @@ use super::model::{
 };
 use super::point_in_time::{self, CopyJob};
 use super::pool::{self, Directory};
+use super::sector::SectorSize;
 use super::snapshot;
 use super::store::{Store, VOLUME_NAME_LOCK, length};
 use super::take_snapshot;
@@ -60,13 +61,14 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         phase: Phase::Creating,
         change_tracking: request.change_tracking,
         change_precision: request.change_precision,
+        sector_size: sector_size(request, source.as_ref())?,
         format: source.as_ref().and_then(OpenSource::format),
         source: request.source.clone(),
         request: request.clone(),
         next_sequence: 1,
+        newest_snapshot_at: None,
         baseline: None,
         chain_break: ChainBreak::First,
-        newest_snapshot_at: None,
         lost_writes: None,
         growth_failure: None,
     };
@@ -129,6 +131,13 @@ impl OpenSource {
         }
     }
 
+    fn sector_size(&self) -> SectorSize {
+        match self {
+            Self::Snapshot(snapshot, _) => snapshot.sector_size,
+            Self::Volume(volume, _) => volume.sector_size,
+        }
+    }
+
     fn capacity_bytes(&self) -> u64 {
         match self {
             Self::Snapshot(snapshot, _) => snapshot.capacity_bytes,
@@ -155,6 +164,23 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
             OpenSource::Volume(Box::new(volume), file)
         }
     })
+}
+
+/// The sectors of a new volume: as requested, or its source's. Data that was written on small
+/// sectors may not be readable on larger ones.
+fn sector_size(request: &VolumeRequest, source: Option<&OpenSource>) -> Result<SectorSize> {
+    let inherited = source.map(OpenSource::sector_size).unwrap_or_default();
+    match request.sector_size {
+        None => Ok(inherited),
+        Some(requested) if requested.bytes() <= inherited.bytes() => Ok(requested),
+        Some(_) => Err(Error::invalid(
+            "parameters",
+            format!(
+                "sectorSize: the source has sectors of {} bytes, which its data may need; omit the parameter",
+                inherited.bytes()
+            ),
+        )),
+    }
 }
 
 /// The capacity of a new volume in bytes: whole blocks, at minimum the size of its source and the

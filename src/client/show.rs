@@ -27,6 +27,7 @@ struct Shown {
     access: &'static str,
     filesystem: Option<String>,
     change_tracking: bool,
+    sector_size_bytes: Option<u32>,
     source: Option<String>,
     staging_path: Option<String>,
     device: Option<String>,
@@ -59,6 +60,7 @@ impl From<admin::Volume> for Shown {
             access: if volume.raw_block { "block" } else { "filesystem" },
             filesystem: set(volume.fs_type),
             change_tracking: volume.change_tracking,
+            sector_size_bytes: Some(volume.sector_size_bytes).filter(|bytes| *bytes > 0),
             source: set(volume.source_snapshot_id).or(set(volume.source_volume_id)),
             staging_path: set(volume.staging_path),
             device: set(volume.device),
@@ -91,6 +93,9 @@ fn facts(volume: &Shown) -> String {
         ("device", or_dash(&volume.device)),
         ("condition", volume.message.clone()),
     ];
+    if let Some(bytes) = volume.sector_size_bytes {
+        facts.insert(5, ("sectors", format!("{bytes} bytes")));
+    }
     if volume.access == "filesystem" {
         facts.insert(4, ("used", used));
     }

@@ -20,6 +20,9 @@ use super::{Options, Output, bounded, format, names, show};
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
 
+/// The parameter of CreateVolume, and a key of the volume's context.
+const SECTOR_SIZE: &str = "sectorSize";
+
 #[derive(Debug, Args)]
 pub struct VolumeArgs {
     #[command(flatten)]
@@ -126,6 +129,10 @@ struct CreateArgs {
     /// Whether snapshots of the volume record changes [default: true]
     #[arg(long, value_name = "true|false")]
     change_tracking: Option<bool>,
+    /// Sectors of the device: 4096, or 512 for software that needs them, without direct I/O
+    /// [default: the source's, else 4096]
+    #[arg(long, value_name = "BYTES", value_parser = ["512", "4096"])]
+    sector_size: Option<String>,
     #[command(flatten)]
     capability: CapabilityArgs,
 }
@@ -193,8 +200,16 @@ pub async fn run(args: VolumeArgs) -> Result<ExitCode> {
 }
 
 async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Result<()> {
-    let CreateArgs { name, size, limit, from_snapshot, from_volume, change_tracking, capability } =
-        args;
+    let CreateArgs {
+        name,
+        size,
+        limit,
+        from_snapshot,
+        from_volume,
+        change_tracking,
+        sector_size,
+        capability,
+    } = args;
     let source = source(connection, from_snapshot, from_volume).await?;
     let previous = names::find_volume(connection, &name).await?;
     let request = csi::CreateVolumeRequest {
@@ -204,7 +219,10 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
             limit_bytes: limit.unwrap_or_default(),
         }),
         volume_capabilities: vec![capability.capability()],
-        parameters: tracking(change_tracking).into_iter().collect(),
+        parameters: tracking(change_tracking)
+            .into_iter()
+            .chain(sector_size.map(|bytes| (SECTOR_SIZE.to_owned(), bytes)))
+            .collect(),
         volume_content_source: source.map(|kind| csi::VolumeContentSource { r#type: Some(kind) }),
         ..csi::CreateVolumeRequest::default()
     };

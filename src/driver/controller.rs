@@ -202,7 +202,7 @@ pub(crate) fn create_volume_args(
     let capabilities = request::capabilities(&req.volume_capabilities)?;
     let fs_type = request::common_filesystem(&capabilities)?;
     let range = request::capacity_range(req.capacity_range.as_ref())?;
-    let fixed = request::parameters(&req.parameters)?;
+    let (fixed, sector_size) = request::parameters(&req.parameters)?;
     let mutable = request::mutable_parameters(&req.mutable_parameters)?;
     let source = req.volume_content_source.as_ref().map(content_source).transpose()?;
     topology.check_requirement(req.accessibility_requirements.as_ref())?;
@@ -213,6 +213,7 @@ pub(crate) fn create_volume_args(
         fs_type,
         change_tracking: mutable.change_tracking.or(fixed.change_tracking).unwrap_or(true),
         change_precision: mutable.change_precision.or(fixed.change_precision).unwrap_or_default(),
+        sector_size,
         source,
     };
     Ok(CreateVolume { name, request })

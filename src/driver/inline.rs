@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use tonic::Status;
 
 use super::{Plugin, deferral, request};
-use crate::backend::{Access, Content, Error, InlineRequest, PublishInline};
+use crate::backend::{Access, Content, Error, InlineRequest, PublishInline, SectorSize};
 use crate::backend::{Capability, Result as Checked};
 use crate::grpc::truncate;
 use crate::inline::{self, Attributes};
@@ -72,15 +72,28 @@ pub fn inline_request(req: &csi::NodePublishVolumeRequest) -> Checked<(InlineReq
     };
     let in_memory = attributes.is_in_memory(has_secret, read_only_content);
     check_writes(req.readonly, &capability, read_only_content, in_memory)?;
+    let sector_size = sector_size(&attributes, in_memory)?;
     let request = InlineRequest {
         size_bytes: attributes.size,
         capability,
         readonly: req.readonly,
         in_memory,
         read_only_content,
+        sector_size,
         deferred,
     };
     Ok((request, content(attributes.content, &req.secrets)?))
+}
+
+fn sector_size(attributes: &Attributes, in_memory: bool) -> Checked<SectorSize> {
+    let invalid = |reason: &str| {
+        Error::invalid("volume_context", format!("{}: {reason}", inline::SECTOR_SIZE))
+    };
+    match attributes.sector_size {
+        Some(_) if in_memory => Err(invalid("a volume in memory has no sectors; omit it")),
+        Some(bytes) => SectorSize::try_from(bytes).map_err(invalid),
+        None => Ok(SectorSize::default()),
+    }
 }
 
 fn mount(capability: Option<&csi::VolumeCapability>) -> Checked<Capability> {

@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::backend::{
     Access, AccessMode, Capability, Deferral, Error, FsType, GroupPolicy, ModifyVolume, Precision,
-    Result,
+    Result, SectorSize,
 };
 use crate::grpc::truncate;
 use crate::inline::{DEFER_BY_ANNOTATION, REMOVED_DEFER_FS_MOUNT};
@@ -33,6 +33,8 @@ const EPHEMERAL_KEY: &str = "csi.storage.k8s.io/ephemeral";
 /// The driver's parameters, which may be immutable or mutable.
 const CHANGE_TRACKING: &str = "changeTracking";
 const CHANGE_PRECISION: &str = "changePrecision";
+/// An immutable parameter. It is part of the context of volumes that have it.
+pub const SECTOR_SIZE: &str = "sectorSize";
 
 /// A required id.
 pub fn id<'a>(field: &'static str, value: &'a str) -> Result<&'a str> {
@@ -318,22 +320,27 @@ pub fn volume_context(context: &HashMap<String, String>) -> Result<bool> {
             format!("{EPHEMERAL_KEY}: an inline volume must not be staged; publish it"),
         ));
     }
-    keys("volume_context", context, &[REMOVED_DEFER_FS_MOUNT])?;
+    keys("volume_context", context, &[REMOVED_DEFER_FS_MOUNT, SECTOR_SIZE])?;
     Ok(boolean("volume_context", context, REMOVED_DEFER_FS_MOUNT)?.unwrap_or_default())
 }
 
-/// The change tracking settings in the parameters. Checks all keys.
-pub fn parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
-    tracking("parameters", map)
+/// The change tracking settings and the sector size in the parameters. Checks all keys.
+pub fn parameters(map: &HashMap<String, String>) -> Result<(ModifyVolume, Option<SectorSize>)> {
+    let sector = map.get(SECTOR_SIZE).map(|text| {
+        text.parse()
+            .map_err(|reason| Error::invalid("parameters", format!("{SECTOR_SIZE} {reason}")))
+    });
+    keys("parameters", map, &[CHANGE_TRACKING, CHANGE_PRECISION, SECTOR_SIZE])?;
+    Ok((tracking("parameters", map)?, sector.transpose()?))
 }
 
-/// The same for mutable parameters, which have the same keys.
+/// The change tracking settings in the mutable parameters. Checks all keys.
 pub fn mutable_parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
+    keys("mutable_parameters", map, &[CHANGE_TRACKING, CHANGE_PRECISION])?;
     tracking("mutable_parameters", map)
 }
 
 fn tracking(field: &'static str, map: &HashMap<String, String>) -> Result<ModifyVolume> {
-    keys(field, map, &[CHANGE_TRACKING, CHANGE_PRECISION])?;
     Ok(ModifyVolume {
         change_tracking: boolean(field, map, CHANGE_TRACKING)?,
         change_precision: match map.get(CHANGE_PRECISION).map(String::as_str) {

@@ -156,7 +156,8 @@ fn kubernetes_keys_pass_and_unknown_keys_are_named() {
 
 #[test]
 fn parameters_have_the_documented_values() {
-    let fixed = |pairs: &[(&str, &str)]| parameters(&map(pairs));
+    let fixed = |pairs: &[(&str, &str)]| parameters(&map(pairs)).map(|(tracking, _)| tracking);
+    let sector = |text| parameters(&map(&[("sectorSize", text)])).map(|(_, sector)| sector);
     let mutable = |pairs: &[(&str, &str)]| mutable_parameters(&map(pairs));
     assert_eq!(fixed(&[]).unwrap(), ModifyVolume::default());
     assert_eq!(mutable(&[]).unwrap(), ModifyVolume::default());
@@ -175,7 +176,14 @@ fn parameters_have_the_documented_values() {
             assert!(message(mutable(&[(key, bad)])).starts_with("mutable_parameters: "));
         }
     }
-    for unknown in ["changetracking", "changeprecision"] {
+    assert_eq!(sector("512").unwrap(), Some(SectorSize::Bytes512));
+    assert_eq!(sector("4096").unwrap(), Some(SectorSize::Bytes4096));
+    for bad in ["", "0", "1024", "512B", "4Ki"] {
+        let error = message(sector(bad));
+        assert!(error.contains("sectorSize is neither 512 nor 4096"), "{error}");
+    }
+    assert!(message(mutable(&[("sectorSize", "512")])).contains("unknown key"), "immutable");
+    for unknown in ["changetracking", "changeprecision", "sectorsize"] {
         assert!(message(fixed(&[(unknown, "true")])).contains("unknown key"));
     }
 }

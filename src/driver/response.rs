@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use prost_types::Timestamp;
 
 use super::Plugin;
+use super::request::SECTOR_SIZE;
 use super::topology::NodeTopology;
 use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
 use crate::proto::csi::v1 as csi;
@@ -21,10 +22,16 @@ pub fn volume(volume: &Volume, topology: &NodeTopology) -> csi::Volume {
     csi::Volume {
         capacity_bytes: bytes(volume.capacity_bytes),
         volume_id: volume.id.clone(),
-        volume_context: HashMap::new(),
+        volume_context: context(volume),
         content_source: volume.source.as_ref().map(content_source),
         accessible_topology: vec![topology.to_csi()],
     }
+}
+
+/// What PersistentVolumes show of a volume.
+fn context(volume: &Volume) -> HashMap<String, String> {
+    let sector = Some(volume.sector_size).filter(|size| !size.is_default());
+    sector.map(|size| (SECTOR_SIZE.to_owned(), size.bytes().to_string())).into_iter().collect()
 }
 
 fn content_source(source: &Source) -> csi::VolumeContentSource {

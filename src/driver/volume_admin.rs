@@ -60,6 +60,7 @@ fn volume(details: VolumeDetails) -> admin::Volume {
         raw_block: volume.request.fs_type.is_none(),
         fs_type: format.map(|format| format.fs_type.to_string()).unwrap_or_default(),
         change_tracking: volume.change_tracking,
+        sector_size_bytes: volume.sector_size.bytes(),
         source_snapshot_id,
         source_volume_id,
         staging_path,

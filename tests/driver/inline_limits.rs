@@ -88,6 +88,7 @@ fn publish(pool: &Pool, name: &str, bytes: u64) -> Answer<()> {
         readonly: false,
         in_memory: false,
         read_only_content: false,
+        sector_size: Default::default(),
         deferred: None,
     };
     let (target, content) = (pool.scratch().join(name), Content::default());

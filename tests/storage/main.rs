@@ -22,4 +22,5 @@ mod pool_check;
 mod power_loss;
 #[cfg(feature = "failpoints")]
 mod readers;
+mod sectors;
 mod tracking;

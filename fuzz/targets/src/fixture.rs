@@ -136,14 +136,15 @@ pub fn volume(number: u64, state: u64) -> Volume {
         phase: Phase::Ready,
         change_tracking: true,
         change_precision: Default::default(),
+        sector_size: Default::default(),
         format: None,
         source: number
             .is_multiple_of(3)
             .then(|| Source::Snapshot("snap-s-0123456789abcdef".to_owned())),
         request: VolumeRequest { required_bytes: 1 << 20, ..VolumeRequest::default() },
         next_sequence: 1 + state,
-        baseline: None,
         newest_snapshot_at: None,
+        baseline: None,
         chain_break: ChainBreak::First,
         lost_writes: None,
         growth_failure: None,

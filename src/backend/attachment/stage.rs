@@ -14,6 +14,7 @@ use super::super::growth;
 use super::super::loop_device::LoopDevice;
 use super::super::maintenance;
 use super::super::model::{Access, Attachment, Capability, FsType, Mounted, Volume};
+use super::super::sector;
 use super::super::store::Store;
 use super::super::target::check_directory;
 use super::super::volume;
@@ -74,7 +75,7 @@ fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> R
 fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Result<()> {
     let backing = store.open_volume(&volume)?;
     volume::complete_growth(store, &mut volume, &backing)?;
-    let mut device = LoopDevice::ensure(&backing)?;
+    let mut device = LoopDevice::ensure(&backing, volume.sector_size)?;
     if device.size()? < volume.capacity_bytes
         && let Err(error) = device.grow()
     {
@@ -88,6 +89,7 @@ fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Resul
         return format::forget(store, &mut volume);
     };
     let fs_type = format::ensure(store, &mut volume, &backing, &device, *fs_type)?;
+    sector::check(&volume, fs_type, &device.open(false)?)?;
     // The growth of a deferred volume is left to NodeExpandVolume.
     if !attachment.capability.is_read_only() && attachment.deferred_at().is_none() {
         drop(backing);

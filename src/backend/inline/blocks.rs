@@ -93,12 +93,13 @@ pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
 pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
     if row.phase == Phase::Creating {
         // The file is new, so it has no device.
-        let attached = LoopDevice::attach(&make(store, row)?, Lifetime::Explicit);
+        let attached =
+            LoopDevice::attach(&make(store, row)?, Lifetime::Explicit, row.request.sector_size);
         return attached.map(|(device, _)| device);
     }
     let backing = open(store, row, true)?;
     match (problem(row, backing.as_ref())?, backing) {
-        (None, Some(backing)) => LoopDevice::ensure(&backing),
+        (None, Some(backing)) => LoopDevice::ensure(&backing, row.request.sector_size),
         (problem, _) => {
             let problem = problem.map(|found| found.message).unwrap_or_default();
             Err(Error::Damaged(format!("volume_id: {:?}: {problem}", row.handle)))

@@ -23,6 +23,7 @@ use tracing::warn;
 
 use super::error::{Context, Error, Result};
 use super::fail_point::{hit, reach};
+use super::sector::SectorSize;
 use super::sys;
 use super::units::BLOCK_SIZE;
 
@@ -30,6 +31,8 @@ pub use named::attached_loop_devices;
 
 const CONTROL: &str = "/dev/loop-control";
 const LOOP_MAJOR: u64 = 7;
+/// Bytes of the random name of a device.
+const NAME_BYTES: usize = 32;
 
 /// Held during an attach, because the kernel offers the same free device to concurrent callers.
 static ATTACH_LOCK: Mutex<()> = Mutex::new(());
@@ -98,8 +101,17 @@ struct DeviceParameters {
 }
 
 impl DeviceParameters {
-    /// The parameters of every device that this driver attaches.
-    const OURS: Self = Self { offset: 0, size_limit: 0, sector: BLOCK_SIZE, read_only: false };
+    /// Whether this driver attached the device. Sectors of 512 bytes are also the default of other
+    /// programs, which name the device after the path of its file.
+    fn are_ours(self, info: &sys::loop_info64) -> bool {
+        let Self { offset, size_limit, sector, read_only } = self;
+        let is_our_sector = match sector {
+            BLOCK_SIZE => true,
+            512 => info.lo_file_name[..NAME_BYTES].iter().all(u8::is_ascii_lowercase),
+            _ => false,
+        };
+        offset == 0 && size_limit == 0 && !read_only && is_our_sector
+    }
 }
 
 /// The devices of one backing file, lowest numbers first.
@@ -153,7 +165,7 @@ impl AttachedFiles {
         for (device, info) in self.0.get(&wanted).into_iter().flatten() {
             match device.parameters(info) {
                 None => {}
-                Some(DeviceParameters::OURS) => devices.ours.push(device.clone()),
+                Some(parameters) if parameters.are_ours(info) => devices.ours.push(device.clone()),
                 Some(parameters) => devices.foreign.push((device.clone(), parameters)),
             }
         }
@@ -172,15 +184,15 @@ pub enum Lifetime {
 }
 
 impl LoopDevice {
-    /// Attaches `backing` (open for reading and writing) with 4096-byte sectors and, if its
-    /// filesystem supports it, direct I/O. The returned file keeps the device open. `Precondition`
-    /// if another program has attached the file for writing.
-    pub fn attach(backing: &File, lifetime: Lifetime) -> Result<(Self, File)> {
+    /// Attaches `backing` (open for reading and writing) with these sectors and, if its filesystem
+    /// supports it, direct I/O. The returned file keeps the device open. `Precondition` if another
+    /// program has attached the file for writing.
+    pub fn attach(backing: &File, lifetime: Lifetime, sector: SectorSize) -> Result<(Self, File)> {
         Self::of_file(backing)?.refuse_foreign()?;
-        Self::take(backing, lifetime)
+        Self::take(backing, lifetime, sector)
     }
 
-    fn take(backing: &File, lifetime: Lifetime) -> Result<(Self, File)> {
+    fn take(backing: &File, lifetime: Lifetime, sector: SectorSize) -> Result<(Self, File)> {
         let control = File::options().read(true).write(true).open(CONTROL).context(|| {
             format!("opening {CONTROL} (loop devices need root and the loop module)")
         })?;
@@ -191,8 +203,9 @@ impl LoopDevice {
             let device = Self::numbered(number);
             device.ensure_node()?;
             let file = device.open(true)?;
-            match configure(&file, backing, lifetime) {
+            match configure(&file, backing, lifetime, sector) {
                 Ok(()) => {
+                    device.check_sectors(sector)?;
                     // The kernel keeps the read-only flag of a previous user.
                     device.set_read_only(false)?;
                     return Ok((device, file));
@@ -208,6 +221,21 @@ impl LoopDevice {
         ))
     }
 
+    /// Detaches a new device to which the kernel gave other sectors.
+    fn check_sectors(&self, wanted: SectorSize) -> Result<()> {
+        let actual = self.status().and_then(|info| self.parameters(&info));
+        let actual = actual.map_or(0, |parameters| parameters.sector);
+        if actual == u64::from(wanted.bytes()) {
+            return Ok(());
+        }
+        self.release()?;
+        Err(Error::Precondition(format!(
+            "this kernel attached {} with sectors of {actual} bytes instead of {}",
+            self.path.display(),
+            wanted.bytes()
+        )))
+    }
+
     /// Our devices of `backing`, lowest number first.
     pub fn find(backing: &File) -> Result<Vec<Self>> {
         Self::of_file(backing).map(|devices| devices.ours)
@@ -220,12 +248,12 @@ impl LoopDevice {
 
     /// Returns the existing device of `backing`, or attaches a new one. `Precondition` if another
     /// program has attached the file for writing.
-    pub fn ensure(backing: &File) -> Result<Self> {
+    pub fn ensure(backing: &File, sector: SectorSize) -> Result<Self> {
         let devices = Self::of_file(backing)?;
         devices.refuse_foreign()?;
         match devices.ours.into_iter().next() {
             Some(device) => device.clear_autoclear().map(|()| device),
-            None => Self::take(backing, Lifetime::Explicit).map(|(device, _)| device),
+            None => Self::take(backing, Lifetime::Explicit, sector).map(|(device, _)| device),
         }
     }
 
@@ -248,9 +276,12 @@ impl LoopDevice {
         for device in Self::all()? {
             let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
             let named = fs::read_to_string(path);
+            let is_ours = |device: &Self| {
+                let info = device.status()?;
+                device.parameters(&info).map(|parameters| parameters.are_ours(&info))
+            };
             if named.is_ok_and(|file| file.trim_end_matches('\n').ends_with(&ending))
-                && device.status().and_then(|info| device.parameters(&info))
-                    == Some(DeviceParameters::OURS)
+                && is_ours(&device) == Some(true)
             {
                 return Ok(Some(device));
             }
@@ -492,14 +523,19 @@ fn is_gone(error: &io::Error) -> bool {
 
 /// Attaches with direct I/O if possible and useful. The sector size is explicit: the kernel's
 /// default changes after the first clone of the backing file, and a filesystem made on 512-byte
-/// sectors may not mount on 4096.
-fn configure(device: &File, backing: &File, lifetime: Lifetime) -> io::Result<()> {
-    let mut name = [0; 32];
+/// sectors may not mount on 4096. With 512, the kernel disables direct I/O or refuses it.
+fn configure(
+    device: &File,
+    backing: &File,
+    lifetime: Lifetime,
+    sector: SectorSize,
+) -> io::Result<()> {
+    let mut name = [0; NAME_BYTES];
     getrandom::fill(&mut name).map_err(io::Error::other)?;
     // Printable characters.
     name.iter_mut().for_each(|byte| *byte = b'a' + *byte % 26);
     let configure_with = |flags| {
-        let mut config = sys::loop_config(backing, BLOCK_SIZE as u32, flags);
+        let mut config = sys::loop_config(backing, sector.bytes(), flags);
         config.info.lo_file_name[..name.len()].copy_from_slice(&name);
         sys::loop_configure(device, &mut config)
     };
@@ -507,7 +543,7 @@ fn configure(device: &File, backing: &File, lifetime: Lifetime) -> io::Result<()
         Lifetime::Explicit => 0,
         Lifetime::LastUser { .. } => LO_FLAGS_AUTOCLEAR as u32,
     };
-    if needs_page_cache(backing, lifetime)? {
+    if sector == SectorSize::Bytes512 || needs_page_cache(backing, lifetime)? {
         configure_with(flags)?;
         return hit("loop.attached");
     }

@@ -21,10 +21,11 @@ use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use super::super::filesystem;
 use super::super::loop_device::{Lifetime, LoopDevice};
+use super::super::sector::SectorSize;
 use super::super::sys;
 use super::super::units::BLOCK_SIZE;
-use super::{
 use super::host_filesystem::Lacking;
+use super::{
     ImageChoice, ImageStatus, Room, filesystem_room, host_filesystem, new_file, remove_and_free,
     sync_directory,
 };
@@ -39,10 +40,10 @@ const DEFAULT_BYTES: u64 = 10 << 30;
 /// then cost writers least.
 pub const MAX_BLOCK_SIZE: u64 = 64 << 10;
 
-/// How long to wait until a previous user has released the image's device.
 /// Maximum time of a call that copies shared blocks.
 const UNSHARE_TIME: Duration = Duration::from_secs(1);
 
+/// How long to wait until a previous user has released the image's device.
 const BUSY_DEADLINE: Duration = Duration::from_secs(5);
 
 pub fn path(data_dir: &Path) -> PathBuf {
@@ -66,7 +67,6 @@ pub struct Image {
     growing: Mutex<()>,
 }
 
-/// The purpose of opening an image.
 /// What an image lacked when its extent map was last read.
 #[derive(Debug, Clone, Copy)]
 struct Known {
@@ -75,6 +75,7 @@ struct Known {
     due: Instant,
 }
 
+/// The purpose of opening an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// For a driver: unfinished changes of the image are completed.
@@ -143,10 +144,10 @@ impl Image {
     }
 
     pub fn status(&self) -> Result<ImageStatus> {
-        Ok(ImageStatus {
         if self.preallocates {
             self.read_map()?;
         }
+        Ok(ImageStatus {
             size: self.size()?,
             allocated: self.is_allocated(),
             shared: self.shared(),
@@ -154,7 +155,6 @@ impl Image {
         })
     }
 
-    /// The size of the image file, in bytes.
     /// Bytes in blocks that another file shares, of an image that should be allocated.
     pub fn shared(&self) -> u64 {
         self.known().lacking.shared
@@ -199,6 +199,7 @@ impl Image {
         Ok(())
     }
 
+    /// The size of the image file, in bytes.
     pub fn size(&self) -> Result<u64> {
         let metadata =
             self.file.metadata().context(|| "reading the size of the pool image".to_owned())?;
@@ -238,7 +239,6 @@ impl Image {
             return Ok(None);
         }
         let available = self.host_room()?.available;
-        Ok((available < host_filesystem::LOW_SPACE).then(|| {
         if self.preallocates {
             let Lacking { holes, shared } = self.known().lacking;
             let needed = holes.saturating_add(shared).saturating_add(host_filesystem::LOW_SPACE);
@@ -252,6 +252,7 @@ impl Image {
                 )
             }));
         }
+        Ok((available < host_filesystem::LOW_SPACE).then(|| {
             format!(
                 "the filesystem of {} is nearly full ({available} bytes are free) and the pool image \
                  on it is sparse: writes to volumes fail with I/O errors when it is full; free space \
@@ -375,7 +376,8 @@ fn attach(backing: &File) -> Result<(LoopDevice, File)> {
             return Ok((device, handle));
         }
     }
-    LoopDevice::attach(backing, Lifetime::LastUser { shares_blocks: false })
+    let lifetime = Lifetime::LastUser { shares_blocks: false };
+    LoopDevice::attach(backing, lifetime, SectorSize::default())
 }
 
 fn mount(device: &LoopDevice, preallocates: bool) -> Result<OwnedFd> {
@@ -475,7 +477,8 @@ fn fill(path: &Path, size: u64, block_size: Option<u64>, preallocates: bool) -> 
     }
     file.set_len(size).context(sizing)?;
     reach("image.sized")?;
-    let (device, handle) = LoopDevice::attach(&file, Lifetime::LastUser { shares_blocks: false })?;
+    let lifetime = Lifetime::LastUser { shares_blocks: false };
+    let (device, handle) = LoopDevice::attach(&file, lifetime, SectorSize::default())?;
     let block_size = format(&device, block_size, preallocates)?;
     reach("image.formatted")?;
     handle.sync_all().context(|| format!("flushing {}", path.display()))?;

@@ -19,6 +19,7 @@ fn request(fs_type: Option<FsType>) -> InlineRequest {
         readonly: false,
         in_memory: false,
         read_only_content: false,
+        sector_size: Default::default(),
         deferred: Some(Deferral::default()),
     }
 }

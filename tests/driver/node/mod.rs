@@ -90,6 +90,44 @@ fn a_raw_volume_is_a_device_of_its_size_with_4096_byte_sectors() {
 }
 
 #[test]
+fn a_class_parameter_gives_a_volume_512_byte_sectors() {
+    with_driver(|driver| {
+        let parameters = |text| map(&[("sectorSize", text)]);
+        let request = |name, text| csi::CreateVolumeRequest {
+            parameters: parameters(text),
+            ..create(name, 32 * MIB, block())
+        };
+        let volume = driver.ok(request("v", "512")).volume.unwrap();
+        assert_eq!(volume.volume_context, parameters("512"));
+        let id = volume.volume_id;
+        // A repeated call matches, one with other sectors does not, and it never changes.
+        assert_eq!(driver.ok(request("v", "512")).volume.unwrap().volume_id, id);
+        driver.refused(request("v", "4096"), Code::AlreadyExists, "other parameters");
+        driver.refused(request("w", "1024"), Code::InvalidArgument, "neither 512 nor 4096");
+        driver.refused(
+            modify(&id, &[("sectorSize", "4096")]),
+            Code::InvalidArgument,
+            "unknown key",
+        );
+        let staging = csi::NodeStageVolumeRequest {
+            volume_context: parameters("512"),
+            ..driver.staging_of(&id, &block())
+        };
+        driver.ok(staging);
+        let device = driver.publish(&id, &block());
+        let sector = Command::new("blockdev").args(["--getss", path(&device)]).output().unwrap();
+        assert_eq!(sector.stdout, b"512\n");
+        assert_eq!(driver.cli_json(&["volume", "show", "v"])["sector_size_bytes"], 512);
+        driver.take_down(&id);
+        let made = driver.cli_json(&["volume", "create", "c", "--sector-size", "512", "--block"]);
+        let made = driver.cli_json(&["volume", "show", made["id"].as_str().unwrap()]);
+        assert_eq!(made["sector_size_bytes"], 512);
+        driver.ok(request("plain", "4096"));
+        assert_eq!(driver.cli_json(&["volume", "show", "plain"])["sector_size_bytes"], 4096);
+    });
+}
+
+#[test]
 fn stage_publish_unpublish_and_unstage_can_be_repeated() {
     with_driver(|driver| {
         for (name, wanted) in [("fs", mounted("")), ("raw", block())] {

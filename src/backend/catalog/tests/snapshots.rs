@@ -24,6 +24,7 @@ fn snapshot(id: &str, volume: u64, sequence: u64, phase: SnapshotPhase) -> Snaps
         predecessor: Predecessor::None(ChainBreak::First),
         record_generation: 0,
         has_data: phase == SnapshotPhase::Ready,
+        sector_size: Default::default(),
         format: None,
         crash_consistent: false,
         baseline_until: None,

@@ -81,7 +81,7 @@ fn root_an_interrupted_volume_deletion_is_finished() {
                 }
                 // It was attached, and the device remained.
                 let backing = pool.store().open_volume(&volume).unwrap();
-                drop(LoopDevice::attach(&backing, Lifetime::Explicit).unwrap());
+                drop(LoopDevice::attach(&backing, Lifetime::Explicit, Default::default()).unwrap());
                 if !with_file {
                     LoopDevice::detach_all(&backing).unwrap();
                     pool::remove(&pool.store().volume_path(&volume.id)).unwrap();

@@ -336,7 +336,7 @@ fn root_an_unfinished_image_is_created_again() {
     let part = data_dir.join("pool.img.part");
     let file = pool::new_file(&part).unwrap();
     file.set_len(64 * MIB).unwrap();
-    let (_, handle) = LoopDevice::attach(&file, Lifetime::Explicit).unwrap();
+    let (_, handle) = LoopDevice::attach(&file, Lifetime::Explicit, Default::default()).unwrap();
     handle.write_all_at(&[0xaa; 65536], 0).unwrap();
     drop(handle);
     fs::write(data_dir.join("pool.json.part"), "{").unwrap();
@@ -461,13 +461,14 @@ fn root_a_full_catalog_allows_deletions() {
             phase: Phase::Ready,
             change_tracking: true,
             change_precision: Default::default(),
+            sector_size: Default::default(),
             format: None,
             // Large rows fill the space faster.
             source: Some(Source::Snapshot("s".repeat(3000))),
             request: VolumeRequest::default(),
             next_sequence: 1,
-            baseline: None,
             newest_snapshot_at: None,
+            baseline: None,
             chain_break: ChainBreak::First,
             lost_writes: None,
             growth_failure: None,

@@ -251,7 +251,7 @@ fn grow_copy(
     writeback::flush_file(store, &volume.id, backing)?;
     let copy = pool::new_file(&store.pool.growing_path(&volume.id))?;
     store.pool.prepare_target(&copy, bytes)?;
-    store.pool.as_ref().clone(backing, &copy)?;
+    store.pool.copy(backing, &copy, bytes, &mut || Ok(()))?;
     reach("growth.copied")?;
     let lifetime = Lifetime::LastUser { shares_blocks: true };
     let (device, handle) = LoopDevice::attach(&copy, lifetime, volume.sector_size)?;

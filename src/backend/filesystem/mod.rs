@@ -177,8 +177,7 @@ pub fn bind(source: &Path, target: &Path) -> Result<()> {
 /// is read-only before it is attached: other mount namespaces, such as the host's, receive a new
 /// mount, but no later change of its flags.
 pub fn bind_read_only(source: &Path, target: &Path) -> Result<()> {
-    let attached = clone_mount(source, true)
-        .and_then(|mount| attach(&mount, target));
+    let attached = clone_mount(source, true).and_then(|mount| attach(&mount, target));
     attached.context(|| format!("bind-mounting {} read-only", target.display()))?;
     reach("filesystem.bound_read_only")
 }

@@ -197,7 +197,7 @@ fn a_guard_keeps_data_off_the_hosts_directory() {
     with_rig(|rig| {
         let (volume, target) = rig.deferred_volume("v", FsType::Ext4);
         let guards = || support::kernel::guards_at(&target);
-        let mut refuses = || {
+        let refuses = || {
             assert_eq!(guards(), 1);
             let written = fs::write(target.join("file"), "x").unwrap_err();
             assert_eq!(written.raw_os_error(), Some(libc::ENOSPC), "{written}");

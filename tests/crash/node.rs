@@ -106,9 +106,11 @@ impl OnNode {
             on.driver.unstage(&small);
             on.driver.snapshot(&on.name("snapshot", 0), &small)
         });
+        // resize2fs grows an ext4 to 1 GiB first.
+        let larger = if fs_type == "ext4" { 2048 * MIB } else { 2 * bytes };
         let request = csi::CreateVolumeRequest {
             volume_content_source: Some(Source::Snapshot(snapshot).into()),
-            ..create(&name, 2 * bytes, mounted(fs_type))
+            ..create(&name, larger, mounted(fs_type))
         };
         self.id = on.driver.ok(request).volume.unwrap().volume_id;
     }
@@ -223,7 +225,7 @@ impl Scenario for OnNode {
             StageLarger(fs_type) => {
                 fs::write(staging.join("file"), "x").unwrap();
                 assert_eq!(fs::read(staging.join("before")).unwrap(), b"x");
-                let least = if fs_type == "ext4" { 24 * MIB } else { 500 * MIB };
+                let least = if fs_type == "ext4" { 1500 * MIB } else { 500 * MIB };
                 let condition = on.driver.ok(stats(&self.id, path(&staging))).volume_condition;
                 if condition.unwrap().abnormal {
                     // A failed growth is no error of the call. The next stage repeats it.

@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use crate::documented::{row, rows};
 
-    const ALL: [HealthProblem; 13] = [
+    const ALL: [HealthProblem; 14] = [
         HealthProblem::PoolShutDown,
         HealthProblem::PoolNearlyFull,
         HealthProblem::BackingFileMissing,

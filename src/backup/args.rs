@@ -153,6 +153,9 @@ pub enum BackupCommand {
         /// Keep backups that are not older than this
         #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
         keep_within: Option<Duration>,
+        /// Let --keep-last 0 remove the last restorable backup of a volume
+        #[arg(long)]
+        remove_last: bool,
         /// Show what would be removed, and remove nothing
         #[arg(long)]
         dry_run: bool,
@@ -194,11 +197,12 @@ impl BackupCommand {
                 args.extend(backups.iter().cloned());
                 repository
             }
-            Self::Prune { repository, keep_last, keep_within, dry_run } => {
+            Self::Prune { repository, keep_last, keep_within, remove_last, dry_run } => {
                 args.push("prune".to_owned());
                 args.extend(keep_last.map(|number| format!("--keep-last={number}")));
                 let time = keep_within.map(humantime::format_duration);
                 args.extend(time.map(|time| format!("--keep-within={time}")));
+                args.extend(remove_last.then(|| "--remove-last".to_owned()));
                 args.extend(dry_run.then(|| "--dry-run".to_owned()));
                 repository
             }

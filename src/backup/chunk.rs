@@ -8,14 +8,14 @@ use anyhow::{Context, Result, ensure};
 
 use super::document::{self, Hash};
 use super::manifest::{BackupId, CHUNK_BYTES, Chunk};
-use super::repository::seal::Key;
+use super::repository::seal::Keys;
 use crate::backend::{BLOCK_SIZE, Extent};
 
 const ZEROS: [u8; BLOCK_SIZE as usize] = [0; BLOCK_SIZE as usize];
 
-/// How the chunks of one backup are stored. Cheap to clone; used on any thread.
+/// How the chunks of one attempt are stored. Cheap to clone; used on any thread.
 #[derive(Clone)]
-pub struct Coder(Option<Arc<(String, Key)>>);
+pub struct Coder(Option<Arc<(String, Keys)>>);
 
 /// A chunk and its stored form.
 pub struct Coded {
@@ -24,10 +24,10 @@ pub struct Coded {
 }
 
 impl Coder {
-    /// `key`: of an encrypted repository.
-    pub fn new(id: &BackupId, key: Option<Key>) -> Self {
-        // The page says which chunk is where, by its hash; so a chunk is bound to its backup only.
-        Self(key.map(|key| Arc::new((format!("{id}/chunk"), key))))
+    /// `keys`: of an encrypted repository.
+    pub fn new(id: &BackupId, keys: Option<Keys>) -> Self {
+        // The page says which chunk is where, by its hash; so a chunk is bound to its attempt only.
+        Self(keys.map(|keys| Arc::new((format!("{id}/chunk"), keys))))
     }
 
     /// The chunk of `bytes`, which are those of the extents in `data`.
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     fn id() -> BackupId {
-        BackupId::try_from("20260101T000000000Z-00000000".to_owned()).unwrap()
+        BackupId::try_from("20260101T000000000Z-0000000000000000".to_owned()).unwrap()
     }
 
     fn coder() -> Coder {

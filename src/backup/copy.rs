@@ -1,17 +1,22 @@
 //! `backup copy`: backups and their chains, chunk by chunk, to another repository, which may have
-//! another key. An interrupted copy continues.
+//! another key. A copy has an id of its own and records where it comes from; an interrupted copy
+//! continues.
 
 use anyhow::{Context, Result, ensure};
 
+use super::attempt::{self, Attempt};
 use super::chunk::{Coded, Coder};
-use super::document::VERSION;
-use super::manifest::{Intent, Manifest};
+use super::manifest::{Base, Manifest, Page};
 use super::merge::Pages;
-use super::repository::Repository;
-use super::repository::lock::Lock;
-use super::writer::Writer;
+use super::repository::{Inventory, Repository};
 use crate::client::progress;
 use crate::client::stop::Stop;
+
+/// The sound backup of a repository that is a copy of this one, or that this is a copy of.
+fn same<'i>(inventory: &'i Inventory, backup: &Manifest) -> Option<&'i Manifest> {
+    let same = |one: &&Manifest| one.origin() == backup.origin() && inventory.is_sound(one);
+    inventory.backups.iter().find(same)
+}
 
 /// Copies one backup, unless the other repository has it. Returns whether it was copied.
 ///
@@ -22,56 +27,62 @@ pub async fn copy(
     to: &Repository,
     backup: &Manifest,
     stop: &Stop,
-    lock: &mut Lock,
 ) -> Result<bool> {
     let id = &backup.id;
-    if let Some(existing) = to.manifest(id).await? {
-        ensure!(existing.subject == backup.subject, "{} has another backup {id}", to.location());
-        return Ok(false);
+    let inventory = to.inventory().await?;
+    if let Some(existing) = same(&inventory, backup) {
+        let what = [&existing.subject, &backup.subject].map(|subject| &subject.snapshot_id);
+        ensure!(what[0] == what[1], "{} has another backup {}", to.location(), existing.id);
+        if attempt::exist(to, &inventory, &[existing]).await? {
+            return Ok(false);
+        }
     }
-    lock.claim(id).await?;
-    let intent = Intent {
-        version: VERSION,
-        id: id.clone(),
-        begun: humantime::format_rfc3339_millis(std::time::SystemTime::now()).to_string(),
-        subject: backup.subject.clone(),
-    };
-    to.put_intent(&intent).await?;
-    let mut writer = Writer::resume(to, &intent).await?;
-    let coders = [from.coder(id)?, to.coder(id)?];
+    let mut subject = backup.subject.clone();
+    if let Some(base) = &subject.base {
+        // The copy of the base was looked up or made before.
+        let bases = inventory.backups.iter().filter(|one| inventory.is_sound(one));
+        let copied = bases.filter(|one| one.subject.snapshot_id == base.snapshot_id);
+        let wanted = from.manifest(&base.backup).await?;
+        let wanted = wanted.with_context(|| format!("backup {} is missing", base.backup))?;
+        let copied = copied.filter(|one| one.origin() == wanted.origin()).last();
+        let copied = copied.with_context(|| {
+            format!("{} does not have the base of backup {id}; repeat the command", to.location())
+        })?;
+        subject.base = Some(Base { backup: copied.id.clone(), ..base.clone() });
+    }
+    let origin = Some(backup.origin().clone());
+    let mut attempt = Attempt::new(to, &inventory, subject, origin).await?;
+    attempt.begin().await?;
+    let begin = attempt.writer.end();
     let mut pages = Pages::new(from, backup);
-    let begin = writer.end();
     while let Some(page) = stop.wait(pages.next()).await? {
-        lock.check()?;
         progress::report(page.end, backup.subject.capacity_bytes);
         // The end of the last chunk is not always that of its page.
         if page.chunks.last().is_none_or(|last| last.end() <= begin) {
             continue;
         }
+        let coders = [from.coder(&page.backup)?, to.coder(&attempt.intent.id)?];
         let pack = if page.pack_bytes > 0 { from.pack(&page).await? } else { Vec::new() };
-        for coded in recode(&coders, page, pack).await? {
+        for coded in recode(coders, page, pack).await? {
             let end = coded.chunk.end();
             if end > begin {
-                writer.push(coded, end).await?;
+                attempt.writer.push(coded, end).await?;
             }
         }
     }
-    lock.check()?;
-    let manifest = writer.finish(&intent, backup.created.clone()).await?;
-    let same =
-        [&manifest.totals, &backup.totals].map(|totals| (totals.data_bytes, totals.zero_bytes));
-    ensure!(same[0] == same[1], "the copy of backup {id} has other sums; it was not made visible");
-    to.publish(&manifest).await?;
+    let is_same = |manifest: &Manifest| {
+        let sums =
+            [&manifest.totals, &backup.totals].map(|totals| (totals.data_bytes, totals.zero_bytes));
+        ensure!(sums[0] == sums[1], "the copy of backup {id} has other sums; it is not visible");
+        Ok(())
+    };
+    attempt.publish_if(backup.created.clone(), is_same).await?;
     Ok(true)
 }
 
 /// The chunks of a page as the other repository stores them, each verified.
-async fn recode(
-    coders: &[Coder; 2],
-    page: super::manifest::Page,
-    pack: Vec<u8>,
-) -> Result<Vec<Coded>> {
-    let [from, to] = coders.clone();
+async fn recode(coders: [Coder; 2], page: Page, pack: Vec<u8>) -> Result<Vec<Coded>> {
+    let [from, to] = coders;
     let work = move || {
         let mut recoded = Vec::with_capacity(page.chunks.len());
         for chunk in page.chunks {

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, ensure};
 use tokio::task::JoinHandle;
 
+use super::attempt::Attempt;
 use super::chunk::{self, Coded, Coder};
 use super::listing::Blocks;
-use super::manifest::{CHUNK_BYTES, CHUNK_EXTENTS, Intent};
+use super::manifest::{CHUNK_BYTES, CHUNK_EXTENTS};
 use super::repository::Repository;
-use super::repository::lock::Lock;
 use super::writer::Writer;
 use crate::backend::Extent;
 use crate::client::block_map::Source;
@@ -21,25 +21,13 @@ use crate::client::progress;
 use crate::client::stop::Stop;
 
 /// A backup that is being written.
-pub struct Copying<'c> {
+pub struct Copying<'c, 'r> {
     pub repository: &'c Repository,
     pub stop: &'c Stop,
-    pub lock: &'c Lock,
-    pub intent: &'c Intent,
-    /// Whether an interrupted backup is continued.
-    pub resumed: bool,
-    pub writer: &'c mut Writer,
+    pub attempt: &'c mut Attempt<'r>,
 }
 
-impl Copying<'_> {
-    /// Records the backup. Only after its listing was accepted: a refused one must leave no record.
-    pub async fn record(&self) -> Result<()> {
-        match self.resumed {
-            true => Ok(()),
-            false => self.repository.put_intent(self.intent).await,
-        }
-    }
-
+impl Copying<'_, '_> {
     /// Copies the `first` blocks and all further ones.
     pub async fn copy<S: Source>(
         &mut self,
@@ -50,9 +38,9 @@ impl Copying<'_> {
         let opened = File::open(device).with_context(|| format!("open {}", device.display()))?;
         let mut queue = Queue {
             device: Arc::new(opened),
-            keep_zeros: !self.intent.subject.is_full(),
-            coder: self.repository.coder(&self.intent.id)?,
-            capacity: self.intent.subject.capacity_bytes,
+            keep_zeros: !self.attempt.intent.subject.is_full(),
+            coder: self.repository.coder(&self.attempt.intent.id)?,
+            capacity: self.attempt.intent.subject.capacity_bytes,
             jobs: VecDeque::new(),
         };
         let copied = self.pump(first, blocks, &mut queue).await;
@@ -80,17 +68,16 @@ impl Copying<'_> {
                 while extent.length > 0 {
                     if let Some(chunk) = plan.take(&mut extent) {
                         self.stop.check()?;
-                        self.lock.check()?;
-                        queue.push(chunk, self.writer).await?;
+                        queue.push(chunk, &mut self.attempt.writer).await?;
                     }
                 }
             }
             next = self.stop.wait(blocks.next()).await?;
         }
         if !plan.extents.is_empty() {
-            queue.push(plan.finish(), self.writer).await?;
+            queue.push(plan.finish(), &mut self.attempt.writer).await?;
         }
-        queue.drain(self.writer).await
+        queue.drain(&mut self.attempt.writer).await
     }
 }
 

@@ -6,14 +6,12 @@ use std::time::SystemTime;
 
 use anyhow::{Result, bail, ensure};
 
+use super::attempt::{self, Attempt, Overtaken};
 use super::copying::Copying;
-use super::document::VERSION;
 use super::listing::BaseUnusable;
-use super::manifest::{BackupId, Base, Intent, Manifest, Subject};
+use super::manifest::{Base, Manifest, Subject};
 use super::origin::Origin;
-use super::repository::lock::Lock;
 use super::repository::{Inventory, Repository};
-use super::writer::Writer;
 use crate::client::format;
 use crate::client::stop::Stop;
 use crate::proto::admin::v1 as admin;
@@ -44,26 +42,51 @@ pub struct Created {
 pub struct Job<'j> {
     pub repository: &'j Repository,
     pub stop: &'j Stop,
-    pub lock: &'j mut Lock,
 }
+
+/// How often a backup begins again because a prune removes what it would use.
+const ATTEMPTS: usize = 3;
 
 impl Job<'_> {
     /// Makes a backup of a snapshot, or continues an interrupted one.
     pub async fn create(
-        &mut self,
-        inventory: &Inventory,
+        &self,
+        origin: &Origin<'_>,
+        subject: &Subject,
+        choice: &BaseChoice,
+    ) -> Result<Created> {
+        for _ in 1..ATTEMPTS {
+            match self.try_create(origin, subject.clone(), choice).await {
+                Err(error) if error.is::<Overtaken>() => {}
+                outcome => return outcome,
+            }
+        }
+        self.try_create(origin, subject.clone(), choice).await
+    }
+
+    async fn try_create(
+        &self,
         origin: &Origin<'_>,
         mut subject: Subject,
         choice: &BaseChoice,
     ) -> Result<Created> {
+        let inventory = self.repository.inventory().await?;
         let bases = match choice {
             BaseChoice::None => Vec::new(),
             BaseChoice::Auto | BaseChoice::Backup(_) => origin.bases(&subject).await,
         };
-        match choose(self.repository, inventory, &subject, choice, &bases)? {
+        match choose(&inventory, &subject, choice, &bases)? {
             Chosen::Exists(manifest) => {
                 let manifest = *manifest;
-                return Ok(Created { manifest, existed: true, resumed: false, cleaned: Ok(()) });
+                if attempt::exist(self.repository, &inventory, &[&manifest]).await? {
+                    return Ok(Created {
+                        manifest,
+                        existed: true,
+                        resumed: false,
+                        cleaned: Ok(()),
+                    });
+                }
+                return Err(Overtaken::new(&manifest.id).into());
             }
             Chosen::Full(because) => subject.full_because = because,
             Chosen::Incremental(mut base) => {
@@ -72,12 +95,12 @@ impl Job<'_> {
                 subject.base = Some(base);
             }
         }
-        let outcome = self.write(inventory, origin, subject.clone()).await;
+        let outcome = self.write(&inventory, origin, subject.clone()).await;
         match outcome {
             Err(error) if *choice == BaseChoice::Auto && error.is::<BaseUnusable>() => {
                 subject.base = None;
                 subject.full_because = Some(format!("{error:#}"));
-                self.write(inventory, origin, subject).await
+                self.write(&inventory, origin, subject).await
             }
             Err(error) if error.is::<BaseUnusable>() => {
                 Err(error.context("the base cannot be used; --base auto takes a full backup then"))
@@ -87,60 +110,24 @@ impl Job<'_> {
     }
 
     async fn write(
-        &mut self,
+        &self,
         inventory: &Inventory,
         origin: &Origin<'_>,
         subject: Subject,
     ) -> Result<Created> {
-        let interrupted = interrupted(inventory, &subject);
-        let resumed = interrupted.is_some();
-        let now = SystemTime::now();
-        let intent = match interrupted {
-            Some(intent) => intent.clone(),
-            None => Intent {
-                version: VERSION,
-                id: BackupId::after(subject.base.as_ref().map(|base| &base.backup), now)?,
-                begun: humantime::format_rfc3339_millis(now).to_string(),
-                subject,
-            },
-        };
-        self.lock.claim(&intent.id).await?;
-        let mut writer = Writer::resume(self.repository, &intent).await?;
-        let cleaned = if resumed && writer.end() == intent.subject.capacity_bytes {
+        let (repository, stop) = (self.repository, self.stop);
+        let mut attempt = Attempt::new(repository, inventory, subject, None).await?;
+        let resumed = attempt.is_continued();
+        let cleaned = if resumed && attempt.writer.end() == attempt.intent.subject.capacity_bytes {
+            attempt.begin().await?;
             Ok(())
         } else {
-            let (repository, stop, lock) = (self.repository, self.stop, &*self.lock);
-            let copying =
-                Copying { repository, stop, lock, intent: &intent, resumed, writer: &mut writer };
-            match origin.copy(copying).await {
-                Err(error) if error.is::<BaseUnusable>() => {
-                    // Half a delta is of no use to a full backup.
-                    self.repository.remove(&intent.id).await?;
-                    return Err(error);
-                }
-                copied => copied?,
-            }
+            origin.copy(Copying { repository, stop, attempt: &mut attempt }).await?
         };
-        self.lock.check()?;
         let created = humantime::format_rfc3339_millis(SystemTime::now()).to_string();
-        let manifest = writer.finish(&intent, created).await?;
-        self.repository.publish(&manifest).await?;
+        let manifest = attempt.publish(created).await?;
         Ok(Created { manifest, existed: false, resumed, cleaned })
     }
-}
-
-/// An interrupted backup of the same blocks.
-fn interrupted<'i>(inventory: &'i Inventory, subject: &Subject) -> Option<&'i Intent> {
-    let same = |intent: &&Intent| {
-        let other = &intent.subject;
-        let bases = [&other.base, &subject.base].map(|base| base.as_ref().map(|base| &base.backup));
-        other.volume_id == subject.volume_id
-            && other.snapshot_id == subject.snapshot_id
-            && other.capacity_bytes == subject.capacity_bytes
-            && bases[0] == bases[1]
-            && other.group == subject.group
-    };
-    inventory.unfinished.iter().filter_map(|(_, intent)| intent.as_ref()).find(same)
 }
 
 enum Chosen {
@@ -150,14 +137,16 @@ enum Chosen {
 }
 
 fn choose(
-    repository: &Repository,
     inventory: &Inventory,
     subject: &Subject,
     choice: &BaseChoice,
     bases: &[admin::Base],
 ) -> Result<Chosen> {
-    let of_volume =
-        || inventory.backups.iter().filter(|one| one.subject.volume_id == subject.volume_id);
+    // What a prune wants gone, or what has lost objects, does not exist here.
+    let of_volume = || {
+        let all = inventory.backups.iter().filter(|one| inventory.is_sound(one));
+        all.filter(|one| one.subject.volume_id == subject.volume_id)
+    };
     let base = |backup: &Manifest| Base {
         backup: backup.id.clone(),
         snapshot_id: backup.subject.snapshot_id.clone(),
@@ -177,9 +166,11 @@ fn choose(
             }
         }
         BaseChoice::Backup(reference) => {
-            let backup = repository.find(inventory, reference)?;
+            let backup = inventory.find(reference)?;
             may_be_base(backup, subject)?;
-            repository.chain(inventory, backup)?;
+            if let Some(problem) = inventory.problem(backup) {
+                bail!("--base {} cannot be used: {problem}", backup.id);
+            }
             Ok(Chosen::Incremental(base(backup)))
         }
         BaseChoice::Auto => {
@@ -190,12 +181,16 @@ fn choose(
             let Some(newest) = newest(others, subject, bases) else {
                 let volume = &subject.volume;
                 let because = format!("the repository has no earlier backup of volume {volume}");
+                let mut unusable = inventory.backups.iter().filter(|one| {
+                    one.subject.volume_id == subject.volume_id && !inventory.is_sound(one)
+                });
+                let because = match unusable.find_map(|one| inventory.problem(one)) {
+                    Some(problem) => format!("{because} that can be a base: {problem}"),
+                    None => because,
+                };
                 return Ok(Chosen::Full(Some(because)));
             };
-            match repository.chain(inventory, newest) {
-                Ok(_) => Ok(Chosen::Incremental(base(newest))),
-                Err(error) => Ok(Chosen::Full(Some(format!("{error:#}")))),
-            }
+            Ok(Chosen::Incremental(base(newest)))
         }
     }
 }
@@ -239,15 +234,11 @@ fn may_be_base(backup: &Manifest, subject: &Subject) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::repository::Location;
     use super::*;
     use crate::backup::manifest::samples;
 
-    #[tokio::test]
-    async fn a_repeated_group_backup_completes_its_set() {
-        let directory = tempfile::tempdir().unwrap();
-        let location = Location::Directory(directory.path().to_owned());
-        let repository = Repository::open(&location, true, None, None).await.unwrap();
+    #[test]
+    fn a_repeated_group_backup_completes_its_set() {
         let member = |number: usize| {
             let mut backup = samples::backup(number);
             backup.subject.base = None;
@@ -257,7 +248,7 @@ mod tests {
         let exists = |backups: &[&Manifest], subject: &Subject| {
             let backups = backups.iter().copied().cloned().collect();
             let inventory = Inventory { backups, ..Inventory::default() };
-            let chosen = choose(&repository, &inventory, subject, &BaseChoice::None, &[]).unwrap();
+            let chosen = choose(&inventory, subject, &BaseChoice::None, &[]).unwrap();
             matches!(chosen, Chosen::Exists(_))
         };
         let [first, second] = [0, 1].map(member);

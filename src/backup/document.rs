@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use sha2::Digest;
 
 /// The version of the repository format that this program writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// A SHA-256, in hex.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,11 +96,19 @@ pub fn read<T: DeserializeOwned>(kind: &str, path: &str, document: &[u8]) -> Res
     let parse = || format!("{path} is not a {kind}");
     let Versioned { version } = serde_json::from_slice(text).with_context(parse)?;
     if version != VERSION {
-        bail!(
-            "{path} has format version {version}, this program reads {VERSION}; use the program that wrote it"
-        );
+        return Err(OtherVersion { path: path.to_owned(), version }.into());
     }
     serde_json::from_slice(text).with_context(parse)
+}
+
+/// A document that another version of this program wrote.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{path} has format version {version}, this program reads {VERSION}; use the program that wrote it"
+)]
+pub struct OtherVersion {
+    path: String,
+    pub version: u32,
 }
 
 fn text<'d>(kind: &str, document: &'d [u8]) -> Result<&'d [u8]> {
@@ -167,9 +175,9 @@ mod tests {
 
     #[test]
     fn another_version_is_refused_by_number() {
-        let document = write("sample", &sample(2)).unwrap();
+        let document = write("sample", &sample(3)).unwrap();
         let error = read::<Sample>("sample", "p", &document).unwrap_err().to_string();
-        assert!(error.contains("format version 2"), "{error}");
+        assert!(error.contains("format version 3"), "{error}");
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub fn backups<'i>(inventory: &'i Inventory, group: &Group) -> Vec<&'i Manifest>
     for backup in inventory.backups.iter().rev() {
         let Subject { group: own, snapshot_id, .. } = &backup.subject;
         let is_known = found.iter().any(|one| one.subject.snapshot_id == *snapshot_id);
-        if own.as_ref() == Some(group) && !is_known {
+        if own.as_ref() == Some(group) && !is_known && inventory.is_sound(backup) {
             found.push(backup);
         }
     }
@@ -116,6 +116,9 @@ pub async fn restore(
             backup.id
         );
         let path = directory.join(format!("{volume}.img"));
+        // A name in a hostile repository must not choose what is overwritten.
+        let is_link = path.symlink_metadata().is_ok_and(|meta| meta.is_symlink());
+        ensure!(!is_link, "{} is a symbolic link; remove it", path.display());
         done.push(from.restore(backup, &path, resume).await?);
     }
     Ok(done)

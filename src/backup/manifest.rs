@@ -1,11 +1,10 @@
 //! What a repository says of a backup: the [`Manifest`], whose existence makes the backup visible;
-//! the [`Page`]s that list its chunks, one for each pack; and the [`Intent`] of a backup that is
-//! being written.
+//! the [`Page`]s that list its chunks, one for each pack; and the [`Intent`] of an attempt to write
+//! one.
 //!
-//! A manifest has the same size for every volume: it holds the number of pages and one hash of
-//! their hashes.
+//! A manifest has the same size for every volume: it holds the numbers and sizes of the pages and
+//! packs, and one hash of the hashes of the pages.
 
-use std::collections::HashSet;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Result, anyhow, bail, ensure};
@@ -16,6 +15,8 @@ use crate::backend::{Extent, MAX_VOLUME_BYTES};
 
 /// Volume bytes in a chunk, at most.
 pub const CHUNK_BYTES: u64 = 1 << 20;
+/// Bytes that a chunk takes in a pack, at most: what zstd and the seal add is far less.
+const MAX_STORED: u64 = CHUNK_BYTES + (64 << 10);
 /// Extents in a chunk, at most.
 pub const CHUNK_EXTENTS: usize = 1024;
 /// A pack is closed when it has this many bytes, so it has less than this and one chunk more.
@@ -24,18 +25,22 @@ pub const PACK_BYTES: usize = 16 << 20;
 pub const PAGE_CHUNKS: usize = 512;
 pub const PAGE_EXTENTS: usize = 16 << 10;
 
-/// The id of a backup: when it was begun, and a random part.
+/// How often a backup may be interrupted and continued.
+pub const MAX_PARTS: usize = 64;
+
+/// The id of an attempt to write a backup, and of the backup: when it was begun by the clock of the
+/// writer, and a random part. Nothing relies on the time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct BackupId(String);
 
 impl BackupId {
     pub fn generate(now: SystemTime) -> Result<Self> {
-        let random = getrandom::u32().map_err(|error| anyhow!("get random bytes: {error}"))?;
+        let random = getrandom::u64().map_err(|error| anyhow!("get random bytes: {error}"))?;
         let time = humantime::format_rfc3339_millis(now).to_string();
         let time: String =
             time.chars().filter(|letter| !matches!(letter, '-' | ':' | '.')).collect();
-        Self::try_from(format!("{time}-{random:08x}")).map_err(|error| anyhow!(error))
+        Self::try_from(format!("{time}-{random:016x}")).map_err(|error| anyhow!(error))
     }
 
     /// An id that is later than the base's, also after the clock of this machine was set back: ids
@@ -88,7 +93,7 @@ impl TryFrom<String> for BackupId {
 
     /// An id is part of paths, so nothing else is accepted.
     fn try_from(text: String) -> Result<Self, String> {
-        let pattern = b"00000000T000000000Z-00000000";
+        let pattern = b"00000000T000000000Z-0000000000000000";
         let fits = |(letter, like): (u8, &u8)| match like {
             b'0' => matches!(letter, b'0'..=b'9' | b'a'..=b'f'),
             other => letter == *other,
@@ -110,10 +115,26 @@ pub struct Manifest {
     pub created: String,
     #[serde(flatten)]
     pub subject: Subject,
-    pub pages: u32,
+    /// Of a copy: the backup of another repository.
+    pub origin: Option<BackupId>,
+    /// Where the pages and packs are, in their order.
+    pub parts: Vec<Part>,
     /// Of the hashes of the pages, in their order.
     pub pages_hash: Hash,
     pub totals: Totals,
+}
+
+/// What a backup uses of one attempt. The last is its own; the others were interrupted, and
+/// continued.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Part {
+    pub attempt: BackupId,
+    pub pages: u32,
+    /// Of the page objects.
+    pub page_bytes: u64,
+    pub packs: u32,
+    pub pack_bytes: u64,
 }
 
 /// Of what a backup is.
@@ -182,7 +203,7 @@ impl Totals {
     }
 }
 
-/// A backup that is being written, or whose writing was interrupted.
+/// An attempt to write a backup.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Intent {
     pub version: u32,
@@ -190,6 +211,9 @@ pub struct Intent {
     pub begun: String,
     #[serde(flatten)]
     pub subject: Subject,
+    pub origin: Option<BackupId>,
+    /// What it uses of interrupted attempts.
+    pub parts: Vec<Part>,
 }
 
 /// The chunks of one pack.
@@ -203,7 +227,8 @@ pub struct Page {
     pub end: u64,
     /// Bytes of the pack; without chunks that have data there is none.
     pub pack_bytes: u64,
-    pub pack_hash: Hash,
+    /// CRC-32C of the pack. Each chunk has a hash of its content.
+    pub pack_crc: u32,
     pub chunks: Vec<Chunk>,
 }
 
@@ -257,11 +282,29 @@ impl Manifest {
     /// The document is that of another backup, or is not possible.
     pub fn check(&self, id: &BackupId) -> Result<()> {
         ensure!(self.id == *id, "it is the manifest of {}", self.id);
-        ensure!(
-            self.subject.base.as_ref().is_none_or(|base| base.backup < self.id),
-            "its base is not an earlier backup"
-        );
+        ensure!(self.parts.len() <= MAX_PARTS, "it has {} parts", self.parts.len());
+        let pages = self.parts.iter().try_fold(0u32, |sum, part| sum.checked_add(part.pages));
+        ensure!(pages.is_some(), "it has too many pages");
         self.subject.check()
+    }
+
+    pub fn pages(&self) -> u32 {
+        self.parts.iter().map(|part| part.pages).sum()
+    }
+
+    /// The attempt that wrote a page and its pack.
+    pub fn attempt_of(&self, page: u32) -> &BackupId {
+        let mut end = 0;
+        let found = self.parts.iter().find(|part| {
+            end += part.pages;
+            page < end
+        });
+        found.map_or(&self.id, |part| &part.attempt)
+    }
+
+    /// What two repositories agree on: the backup that was copied first.
+    pub fn origin(&self) -> &BackupId {
+        self.origin.as_ref().unwrap_or(&self.id)
     }
 }
 
@@ -279,6 +322,7 @@ impl Page {
             ensure!(chunk.at == at, "a chunk is not where the previous one ends");
             at = at.checked_add(chunk.stored).ok_or_else(|| anyhow!("a chunk is too large"))?;
             ensure!((chunk.stored == 0) == chunk.data.is_empty(), "a chunk has no extents");
+            ensure!(chunk.stored <= MAX_STORED, "a chunk has {} stored bytes", chunk.stored);
             let bytes = chunk.data.iter().try_fold(0u64, |sum, one| sum.checked_add(one.1));
             ensure!(bytes == Some(chunk.bytes), "a chunk does not have the bytes of its extents");
             ensure!(chunk.bytes <= CHUNK_BYTES, "a chunk has {} bytes", chunk.bytes);
@@ -307,31 +351,33 @@ fn pieces(chunk: &Chunk) -> Vec<Extent> {
     pieces
 }
 
-/// The order from base to target: whether `backups`, newest first, are the chain of the first of
-/// them.
+/// The order from base to target: whether `newer` can count from `older`.
 ///
 /// # Errors
-/// One is of another volume, or does not count from the next one.
+/// It is of another volume, or does not count from it.
+pub fn check_pair(newer: &Manifest, older: &Manifest) -> Result<()> {
+    let wrong = |what: &str| anyhow!("backup {} cannot count from {}: {what}", newer.id, older.id);
+    let Some(base) = &newer.subject.base else { return Err(wrong("it is full")) };
+    ensure!(
+        newer.subject.volume_id == older.subject.volume_id,
+        wrong("they are of different volumes")
+    );
+    ensure!(base.snapshot_id == older.subject.snapshot_id, wrong("that is of another snapshot"));
+    ensure!(
+        newer.subject.capacity_bytes >= older.subject.capacity_bytes,
+        wrong("the volume was larger then")
+    );
+    Ok(())
+}
+
+/// Whether `backups`, newest first, are the chain of the first of them.
+///
+/// # Errors
+/// One does not count from the next one, or the last is not full.
 pub fn check_chain(backups: &[Manifest]) -> Result<()> {
-    let mut seen = HashSet::new();
     for pair in backups.windows(2) {
         let [newer, older] = pair else { continue };
-        let wrong =
-            |what: &str| anyhow!("backup {} cannot count from {}: {what}", newer.id, older.id);
-        ensure!(seen.insert(&newer.id), wrong("the chain returns to itself"));
-        let Some(base) = &newer.subject.base else { return Err(wrong("it is full")) };
-        ensure!(
-            newer.subject.volume_id == older.subject.volume_id,
-            wrong("they are of different volumes")
-        );
-        ensure!(
-            base.snapshot_id == older.subject.snapshot_id,
-            wrong("that is of another snapshot")
-        );
-        ensure!(
-            newer.subject.capacity_bytes >= older.subject.capacity_bytes,
-            wrong("the volume was larger then")
-        );
+        check_pair(newer, older)?;
     }
     match backups.last() {
         Some(oldest) if oldest.subject.is_full() => Ok(()),
@@ -344,7 +390,7 @@ pub mod samples {
     use super::*;
 
     pub fn id(number: usize) -> BackupId {
-        BackupId::try_from(format!("2026010{}T000000000Z-00000000", number + 1)).unwrap()
+        BackupId::try_from(format!("2026010{}T000000000Z-0000000000000000", number + 1)).unwrap()
     }
 
     /// The set of two snapshots.
@@ -374,7 +420,8 @@ pub mod samples {
                 full_because: None,
                 group: None,
             },
-            pages: 0,
+            origin: None,
+            parts: Vec::new(),
             pages_hash: Hash::of(b""),
             totals: Totals::default(),
         }
@@ -390,7 +437,9 @@ mod tests {
     fn only_ids_that_are_safe_in_a_path_are_accepted() {
         let generated = BackupId::generate(SystemTime::now()).unwrap();
         assert_eq!(BackupId::try_from(generated.to_string()).unwrap(), generated);
-        for wrong in ["", "..", "20260101T000000000Z-0000000/", "20260101T000000000Z-000000000"] {
+        for wrong in
+            ["", "..", "20260101T000000000Z-000000000000000/", "20260101T000000000Z-00000000"]
+        {
             assert!(BackupId::try_from(wrong.to_owned()).is_err(), "{wrong}");
         }
     }
@@ -425,9 +474,6 @@ mod tests {
         refused(|chain| chain[1].subject.capacity_bytes *= 2, "larger");
         refused(|chain| chain[0].subject.base = None, "full");
         refused(|chain| drop(chain.pop()), "full backup");
-        let mut later = backup(1);
-        later.subject.base = backup(2).subject.base.map(|base| Base { backup: id(2), ..base });
-        assert!(later.check(&id(1)).is_err());
         assert!(backup(1).check(&id(2)).is_err());
     }
 
@@ -438,7 +484,7 @@ mod tests {
             number: 3,
             end: 1 << 20,
             pack_bytes: chunks.iter().map(|chunk| chunk.stored).sum(),
-            pack_hash: Hash::of(b""),
+            pack_crc: 0,
             chunks,
         }
     }
@@ -475,6 +521,7 @@ mod tests {
             chunk(0, 10, &[(4096, 8192)], &[(8192, 4096)]),
             chunk(0, 10, &[(8192, 4096), (4096, 4096)], &[]),
             chunk(0, 10, &[(u64::MAX, 4096)], &[]),
+            chunk(0, 1 << 40, &[(4096, 4096)], &[]),
         ] {
             assert!(check(&page(vec![wrong.clone()])).is_err(), "{wrong:?}");
         }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 
 use super::document::{Hash, RunningHash};
-use super::manifest::{Chunk, Manifest, Page};
+use super::manifest::{BackupId, Chunk, Manifest, Page};
 use super::repository::Repository;
 use crate::backend::Extent;
 
@@ -32,6 +32,8 @@ pub enum Content {
 pub struct Place {
     /// The number of its backup in the chain, 0 for the newest.
     pub layer: usize,
+    /// Which wrote it.
+    pub attempt: BackupId,
     pub page: u32,
     pub chunk: Chunk,
 }
@@ -123,7 +125,8 @@ impl Layer {
             }
             let Some(page) = self.pages.next().await? else { return Ok(()) };
             for chunk in page.chunks {
-                let place = Place { layer: self.number, page: page.number, chunk };
+                let attempt = page.backup.clone();
+                let place = Place { layer: self.number, attempt, page: page.number, chunk };
                 self.pieces.extend(pieces(Arc::new(place)));
             }
         }
@@ -172,8 +175,8 @@ impl Pages {
     /// # Errors
     /// A page is missing, damaged, or not the one that was written.
     pub async fn next(&mut self) -> Result<Option<Page>> {
-        let Manifest { id, pages, pages_hash, subject, totals, .. } = &self.manifest;
-        if self.number == *pages {
+        let Manifest { id, pages_hash, subject, totals, .. } = &self.manifest;
+        if self.number == self.manifest.pages() {
             let found = self.hash.clone().finish();
             ensure!(
                 found == *pages_hash,
@@ -185,10 +188,11 @@ impl Pages {
             );
             return Ok(None);
         }
-        let page = self.repository.page(id, self.number).await?;
-        let (page, hash): (Page, Hash) = page
+        let attempt = self.manifest.attempt_of(self.number);
+        let page = self.repository.page(attempt, self.number).await?;
+        let (page, hash, _): (Page, Hash, u64) = page
             .with_context(|| format!("backup {id} is damaged: page {} is missing", self.number))?;
-        page.check(id, self.number, self.end, subject.capacity_bytes)
+        page.check(attempt, self.number, self.end, subject.capacity_bytes)
             .with_context(|| format!("backup {id}: page {} is damaged", self.number))?;
         page.chunks.iter().for_each(|chunk| self.totals.add(chunk));
         self.hash.add(&hash);

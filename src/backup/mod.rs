@@ -3,14 +3,15 @@
 //! neither driver nor cluster to be read.
 //!
 //! Promises: a backup is visible only when it is whole; a restore yields the bytes of the snapshot,
-//! each verified; memory does not grow with the volume; a process that is killed at any point
-//! leaves a repository that verifies.
+//! each verified; memory does not grow with the volume; a process that stops at any point, for good
+//! or for a year, harms no backup that was acknowledged ([`protocol`]).
 //!
 //! For other programs: [`listing`] lists the blocks of a snapshot and outlives interruptions,
 //! [`target`] takes extents.
 //! `examples/backup.rs` shows both.
 
 mod args;
+mod attempt;
 mod chunk;
 mod copy;
 mod copying;
@@ -22,6 +23,7 @@ mod manifest;
 mod merge;
 mod mover;
 mod origin;
+mod protocol;
 mod prune;
 mod repository;
 mod restore;
@@ -33,11 +35,12 @@ mod verify;
 mod volume;
 mod writer;
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Subcommand;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -47,7 +50,6 @@ use create::{BaseChoice, Created, Job};
 use manifest::{Manifest, Subject};
 use mover::Mover;
 use origin::Origin;
-use repository::lock::{Kind, Lock, locked};
 use repository::{Inventory, Location, Repository};
 use restore::{Restore, Restored};
 use show::Entry;
@@ -74,6 +76,12 @@ pub enum Command {
 /// # Errors
 /// The reason, for a user.
 pub fn run(command: Command) -> Result<ExitCode> {
+    // Files and directories that hold content of volumes are for their owner alone.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
+    #[cfg(feature = "failpoints")]
+    if let Some(directory) = std::env::var_os("CSI_LOOPBACK_FAIL_POINTS") {
+        crate::fail_point::watch(directory.into());
+    }
     let outcome = match command {
         Command::Backup(args) => client::on_runtime(backup(args)),
         Command::Restore(args) => client::on_runtime(restore_command(args)),
@@ -114,8 +122,8 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
         BackupCommand::Verify { backups, repository } => {
             verify_command(&options, &stop, &open(&repository, false).await?, &backups).await
         }
-        BackupCommand::Prune { repository, keep_last, keep_within, dry_run } => {
-            let rules = prune::Rules { keep_last, keep_within };
+        BackupCommand::Prune { repository, keep_last, keep_within, remove_last, dry_run } => {
+            let rules = prune::Rules { keep_last, keep_within, remove_last };
             prune_command(&options, &stop, &open(&repository, false).await?, rules, dry_run).await
         }
         BackupCommand::Copy { backups, repository, to } => {
@@ -153,10 +161,20 @@ async fn connect(options: &Options, stop: &Stop) -> Result<Connection> {
 }
 
 fn warn_of_damage(inventory: &Inventory) -> ExitCode {
-    for (id, error) in &inventory.damaged {
-        eprintln!("csi-loopback: backup {id}: {error:#}");
+    let damaged = damage(inventory);
+    for problem in &damaged {
+        eprintln!("csi-loopback: {}", format::printable(problem));
     }
-    if inventory.damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// What a list and the manifests show: each backup that cannot be restored as it is, and why.
+fn damage(inventory: &Inventory) -> Vec<String> {
+    let unreadable = inventory.damaged.iter().map(|(id, error)| format!("backup {id}: {error:#}"));
+    let mut broken: Vec<_> = inventory.broken.iter().collect();
+    broken.sort();
+    let broken = broken.into_iter().map(|(id, problem)| format!("backup {id}: {problem}"));
+    unreadable.chain(broken).collect()
 }
 
 async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Result<ExitCode> {
@@ -222,19 +240,18 @@ async fn create_all(
 ) -> Result<ExitCode> {
     let start = Instant::now();
     let repository = open(repository, true).await?;
-    let created: Vec<Created> = locked(&repository, Kind::Shared, "backup create", async |lock| {
-        let mut created = Vec::with_capacity(sources.len());
-        for (origin, subject) in sources {
-            // Read again for each: a backup may be the base of the next.
-            let inventory = repository.inventory().await?;
-            let mut job = Job { repository: &repository, stop, lock: &mut *lock };
-            created.push(job.create(&inventory, origin, subject.clone(), base).await?);
-        }
-        Ok(created)
-    })
-    .await?;
+    let mut created: Vec<Created> = Vec::with_capacity(sources.len());
+    for (origin, subject) in sources {
+        // Each looks at the repository again: a backup may be the base of the next.
+        created.push(Job { repository: &repository, stop }.create(origin, subject, base).await?);
+    }
+    let all: Vec<_> = created.iter().map(|one| &one.manifest).collect();
     drop(shown);
     let inventory = repository.inventory().await?;
+    // Of a set, all must exist at one time.
+    if is_group && !attempt::exist(&repository, &inventory, &all).await? {
+        bail!("a prune removes members of the set; repeat the command");
+    }
     let time = start.elapsed();
     let entry = |one: &Created| Entry::new(&one.manifest, &inventory);
     let entries: Vec<Entry> = created.iter().map(entry).collect();
@@ -274,8 +291,8 @@ fn created_text(created: &Created, entry: &Entry, time: Duration) -> String {
 
 async fn show_command(options: &Options, repository: &Repository, backup: &str) -> Result<()> {
     let inventory = repository.inventory().await?;
-    let found = repository.find(&inventory, backup)?;
-    let chain = repository.chain(&inventory, found);
+    let found = inventory.find(backup)?;
+    let chain = inventory.chain(found);
     let entry = Entry::new(found, &inventory);
     let chain_ids =
         chain.as_ref().map(|chain| chain.iter().map(|one| one.id.to_string()).collect::<Vec<_>>());
@@ -291,15 +308,11 @@ async fn show_command(options: &Options, repository: &Repository, backup: &str) 
 }
 
 /// The backups that `references` name; all without any.
-fn selected(
-    repository: &Repository,
-    inventory: &Inventory,
-    references: &[String],
-) -> Result<Vec<Manifest>> {
+fn selected(inventory: &Inventory, references: &[String]) -> Result<Vec<Manifest>> {
     if references.is_empty() {
         return Ok(inventory.backups.clone());
     }
-    references.iter().map(|reference| repository.find(inventory, reference).cloned()).collect()
+    references.iter().map(|reference| inventory.find(reference).cloned()).collect()
 }
 
 async fn verify_command(
@@ -310,16 +323,10 @@ async fn verify_command(
 ) -> Result<ExitCode> {
     let start = Instant::now();
     let shown = progress::start("verifying", options.print.quiet);
-    let mut report = locked(repository, Kind::Shared, "backup verify", async |lock| {
-        let inventory = repository.inventory().await?;
-        let backups = selected(repository, &inventory, references)?;
-        let mut report = verify::verify(repository, &inventory, &backups, stop, lock).await?;
-        for (id, error) in &inventory.damaged {
-            report.problems.push(format!("backup {id}: {error:#}"));
-        }
-        Ok(report)
-    })
-    .await?;
+    let inventory = repository.inventory().await?;
+    let backups = selected(&inventory, references)?;
+    let mut report = verify::verify(repository, &inventory, &backups, stop).await?;
+    report.problems.extend(damage(&inventory));
     drop(shown);
     report.problems.dedup();
     let verify::Report { backups, chunks, stored_bytes, problems } = &report;
@@ -329,7 +336,7 @@ async fn verify_command(
     print_one(options.print.output, &value, |_| {
         let result = match problems.len() {
             0 => "no damage found".to_owned(),
-            count => format!("{count} problems:\n{}", problems.join("\n")),
+            count => format!("{count} problems:\n{}", format::printable(&problems.join("\n"))),
         };
         format::facts(&[
             ("backups", backups.to_string()),
@@ -348,14 +355,16 @@ async fn prune_command(
     rules: prune::Rules,
     dry_run: bool,
 ) -> Result<ExitCode> {
-    let plan = locked(repository, Kind::Exclusive, "backup prune", async |lock| {
-        let plan = prune::plan(&repository.inventory().await?, rules, SystemTime::now())?;
-        if !dry_run {
-            prune::remove(repository, &plan, stop, lock).await?;
-        }
-        Ok(plan)
-    })
-    .await?;
+    let plan = if dry_run {
+        let inventory = repository.inventory().await?;
+        // Nothing is written, so the newest object stands for the present.
+        let now = inventory.listing.newest.unwrap_or(std::time::UNIX_EPOCH);
+        prune::plan(&inventory, rules, now)
+    } else {
+        let removal =
+            prune::run(repository, |inventory, now| Ok(prune::plan(inventory, rules, now)));
+        stop.whole(removal).await?
+    };
     let ids = |ids: &[manifest::BackupId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>();
     let (removed, needed, unfinished) =
         (ids(&plan.remove), ids(&plan.needed), ids(&plan.unfinished));
@@ -380,28 +389,18 @@ async fn copy_command(
     references: &[String],
 ) -> Result<ExitCode> {
     let shown = progress::start("copying", options.print.quiet);
-    let copied = locked(from, Kind::Shared, "backup copy", async |source| {
-        locked(to, Kind::Shared, "backup copy", async |lock| {
-            let inventory = from.inventory().await?;
-            let mut wanted = Vec::new();
-            for backup in selected(from, &inventory, references)? {
-                wanted.extend(from.chain(&inventory, &backup)?);
-            }
-            // Bases come first.
-            wanted.sort_by(|a, b| a.id.cmp(&b.id));
-            wanted.dedup_by(|a, b| a.id == b.id);
-            let mut copied = Vec::new();
-            for backup in &wanted {
-                source.check()?;
-                if copy::copy(from, to, backup, stop, lock).await? {
-                    copied.push(backup.id.to_string());
-                }
-            }
-            Ok(copied)
-        })
-        .await
-    })
-    .await?;
+    let inventory = from.inventory().await?;
+    let mut wanted = HashSet::new();
+    for backup in selected(&inventory, references)? {
+        wanted.extend(inventory.chain(&backup)?.into_iter().map(|one| one.id));
+    }
+    let mut copied = Vec::new();
+    // Bases come first.
+    for backup in inventory.backups.iter().filter(|one| wanted.contains(&one.id)) {
+        if copy::copy(from, to, backup, stop).await? {
+            copied.push(backup.id.to_string());
+        }
+    }
     drop(shown);
     print_one(options.print.output, &json!({ "copied": copied }), |_| match copied.len() {
         0 => format!("{} has them already", to.location()),
@@ -430,23 +429,18 @@ async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let repository = open(repository, false).await?;
-    let restored = locked(&repository, Kind::Shared, "restore", async |lock| {
-        let inventory = repository.inventory().await?;
-        let from = Restorer { repository: &repository, inventory: &inventory, stop: &stop, lock };
-        if let Some(name) = &args.to_volume {
-            let connection = connect(options, &stop).await?;
-            return Ok(vec![volume::restore(&from, &connection, backup, name).await?]);
-        }
+    let inventory = repository.inventory().await?;
+    let from = Restorer { repository: &repository, inventory: &inventory, stop: &stop };
+    let restored = if let Some(name) = &args.to_volume {
+        let connection = connect(options, &stop).await?;
+        vec![volume::restore(&from, &connection, backup, name).await?]
+    } else {
         let to = to.as_deref().context("--to is missing")?;
         match group {
-            true => group::restore(&from, backup, to, *resume).await,
-            false => {
-                let found = repository.find(&inventory, backup)?;
-                Ok(vec![from.restore(found, to, *resume).await?])
-            }
+            true => group::restore(&from, backup, to, *resume).await?,
+            false => vec![from.restore(inventory.find(backup)?, to, *resume).await?],
         }
-    })
-    .await?;
+    };
     drop(shown);
     print(&restored, start)?;
     Ok(ExitCode::SUCCESS)
@@ -457,7 +451,6 @@ struct Restorer<'r> {
     repository: &'r Repository,
     inventory: &'r Inventory,
     stop: &'r Stop,
-    lock: &'r Lock,
 }
 
 /// A restore that is done.
@@ -472,11 +465,11 @@ struct Done {
 
 impl Restorer<'_> {
     async fn restore(&self, backup: &Manifest, to: &Path, resume: bool) -> Result<Done> {
-        let chain = self.repository.chain(self.inventory, backup)?;
+        let chain = self.inventory.chain(backup)?;
         let capacity = backup.subject.capacity_bytes;
         let target = Target::open(to, capacity)?;
         let restore = Restore::new(self.repository, &chain, target, resume)?;
-        let done = restore.run(self.stop, self.lock).await.with_context(|| {
+        let done = restore.run(self.stop).await.with_context(|| {
             format!(
                 "restore {} to {}, which is incomplete; --resume continues",
                 backup.id,

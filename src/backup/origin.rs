@@ -102,9 +102,11 @@ impl Origin<'_> {
         base::list_all(connection, request).await.unwrap_or_default()
     }
 
-    /// Copies what is missing. The inner result is that of the clean-up.
-    pub async fn copy(&self, copying: Copying<'_>) -> Result<Result<()>> {
-        let base = copying.intent.subject.base.as_ref().map(|base| base.snapshot_id.clone());
+    /// Begins an attempt, only after its listing was accepted, and copies what is missing. The inner
+    /// result is that of the clean-up.
+    pub async fn copy(&self, copying: Copying<'_, '_>) -> Result<Result<()>> {
+        let base =
+            copying.attempt.intent.subject.base.as_ref().map(|base| base.snapshot_id.clone());
         let query = |target: &str| match base.clone() {
             None => Query::Allocated { snapshot: target.to_owned() },
             Some(base) => Query::Delta { base, target: target.to_owned() },
@@ -115,7 +117,7 @@ impl Origin<'_> {
             }
             Self::Kubernetes { options, cluster, snapshot, device } => {
                 let cluster = ClusterArgs::clone(cluster).base_by_handle(base.is_some());
-                let starting_offset = i64::try_from(copying.writer.end())?;
+                let starting_offset = i64::try_from(copying.attempt.writer.end())?;
                 let window = Window { starting_offset, max_results: 0 };
                 let copy = Copy { copying, device };
                 cluster::list(options, cluster, query(snapshot), window, copy).await.map(Ok)
@@ -128,13 +130,13 @@ async fn by_driver(
     connection: &Connection,
     snapshot: &csi::Snapshot,
     query: Query,
-    mut copying: Copying<'_>,
+    mut copying: Copying<'_, '_>,
 ) -> Result<Result<()>> {
     let stop = copying.stop;
     // First of all: what the driver refuses needs no volume.
-    let listing = Listing::open(connection, query, copying.writer.end());
+    let listing = Listing::open(connection, query, copying.attempt.writer.end());
     let mut blocks = stop.wait(listing).await?.into_blocks();
-    copying.record().await?;
+    copying.attempt.begin().await?;
     let first = stop.wait(blocks.next()).await?;
     let mut scratch = Scratch::start(connection).await?;
     let copied = async {
@@ -151,19 +153,19 @@ async fn by_driver(
 }
 
 /// Copies the blocks of a listing through Kubernetes.
-struct Copy<'c> {
-    copying: Copying<'c>,
+struct Copy<'c, 'r> {
+    copying: Copying<'c, 'r>,
     device: &'c Path,
 }
 
-impl Consumer for Copy<'_> {
+impl Consumer for Copy<'_, '_> {
     type Output = ();
 
     async fn consume<S: Source>(mut self, map: BlockMap<S>) -> Result<()> {
-        let mut blocks = Blocks::new(map, self.copying.writer.end());
+        let mut blocks = Blocks::new(map, self.copying.attempt.writer.end());
         // The sidecar's refusal arrives with the first blocks.
         let first = self.copying.stop.wait(blocks.next()).await?;
-        self.copying.record().await?;
+        self.copying.attempt.begin().await?;
         self.copying.copy(first, blocks, self.device).await
     }
 }

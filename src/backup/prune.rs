@@ -1,24 +1,31 @@
 //! `backup prune`: which backups stay, and the removal of the others. A backup stays if a rule
-//! keeps it, or if one that stays needs it: its chain, and the other members of its set.
+//! keeps it, or if one that stays needs it: its chain, and the other members of its set. The last
+//! backup of a volume that can be restored stays in any case, unless the rules say so.
+//!
+//! What cannot be restored does not count for a rule, so it never takes the place of what can.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::manifest::{BackupId, Manifest};
-use super::repository::lock::Lock;
-use super::repository::{Inventory, Repository};
-use crate::client::stop::Stop;
+use super::protocol::{self, Family, Outcome, Removal};
+use super::repository::names::{PROBE, mark};
+use super::repository::{Ended, Inventory, Known, Repository};
 
-/// After this time an interrupted backup is removed, and not continued.
-const UNFINISHED: Duration = Duration::from_secs(86_400);
+/// An attempt whose newest object is older, by the clock of the store, is taken for abandoned. If it
+/// is not, its writer notices.
+const ABANDONED: Duration = Duration::from_secs(86_400);
 
 /// What to keep, of each volume.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Rules {
     pub keep_last: Option<usize>,
+    /// Counted from the newest backup of the volume.
     pub keep_within: Option<Duration>,
+    /// Whether the last backup of a volume may go.
+    pub remove_last: bool,
 }
 
 /// What a prune removes, newest first.
@@ -27,56 +34,110 @@ pub struct Plan {
     pub remove: Vec<BackupId>,
     /// Kept only because another backup needs them.
     pub needed: Vec<BackupId>,
-    /// Interrupted backups and remains of removed ones.
+    /// Interrupted attempts and remains of removed ones.
     pub unfinished: Vec<BackupId>,
 }
 
-/// # Errors
-/// A manifest is damaged, so what it needs is not known.
-pub fn plan(inventory: &Inventory, rules: Rules, now: SystemTime) -> Result<Plan> {
-    if let Some((id, error)) = inventory.damaged.first() {
-        bail!("nothing is removed, because what backup {id} needs is not known: {error:#}");
-    }
-    let wanted = wanted(inventory, rules, now);
+/// `now`: by the clock of the store.
+pub fn plan(inventory: &Inventory, rules: Rules, now: SystemTime) -> Plan {
+    let wanted = wanted(inventory, rules);
     let kept = with_needed(inventory, wanted.clone());
+    let mut targets: BTreeSet<&BackupId> = inventory.backups.iter().map(|one| &one.id).collect();
+    targets.retain(|id| !kept.contains(id));
+    let abandoned: Vec<&BackupId> = abandoned(inventory, now).collect();
+    targets.extend(&abandoned);
+    without_referred(inventory, &mut targets);
     let mut plan = Plan::default();
     for backup in inventory.backups.iter().rev() {
-        if !kept.contains(&backup.id) {
+        if targets.contains(&backup.id) {
             plan.remove.push(backup.id.clone());
         } else if !wanted.contains(&backup.id) {
             plan.needed.push(backup.id.clone());
         }
     }
-    for (id, intent) in &inventory.unfinished {
-        let begun = intent.as_ref().and_then(|intent| humantime::parse_rfc3339(&intent.begun).ok());
-        if begun.is_none_or(|begun| begun + UNFINISHED < now) {
-            plan.unfinished.push(id.clone());
+    plan.unfinished = abandoned.into_iter().filter(|id| targets.contains(id)).cloned().collect();
+    plan
+}
+
+/// The removal of these attempts, whatever they are.
+///
+/// # Errors
+/// One does not exist, others need it, or it is the last backup of its volume and `remove_last` is
+/// not set.
+pub fn delete(inventory: &Inventory, ids: &[BackupId], remove_last: bool) -> Result<Plan> {
+    let mut targets: BTreeSet<&BackupId> = ids.iter().collect();
+    for id in ids {
+        ensure!(inventory.listing.attempts.contains_key(id), "there is no backup {id}");
+    }
+    without_referred(inventory, &mut targets);
+    for id in ids {
+        ensure!(targets.contains(id), "other backups need backup {id}; delete them first");
+    }
+    let stays = |one: &&Manifest| inventory.is_sound(one) && !targets.contains(&one.id);
+    let left: HashSet<&str> =
+        inventory.backups.iter().filter(stays).map(|one| one.subject.volume_id.as_str()).collect();
+    for backup in inventory.backups.iter().filter(|one| targets.contains(&one.id)) {
+        let volume = backup.subject.volume_id.as_str();
+        if inventory.is_sound(backup) && !left.contains(volume) && !remove_last {
+            bail!(
+                "{} is the last backup of volume {volume} that can be restored; set --remove-last",
+                backup.id
+            );
         }
     }
-    Ok(plan)
+    let is_backup = |id: &BackupId| inventory.backups.iter().any(|one| one.id == *id);
+    let (remove, unfinished) = ids.iter().cloned().partition(is_backup);
+    Ok(Plan { remove, needed: Vec::new(), unfinished })
 }
 
 /// What the rules keep. The members of a set count as one backup.
-fn wanted(inventory: &Inventory, rules: Rules, now: SystemTime) -> HashSet<BackupId> {
+fn wanted(inventory: &Inventory, rules: Rules) -> HashSet<BackupId> {
     let mut wanted = HashSet::new();
-    let mut counts = std::collections::HashMap::<&str, usize>::new();
+    // Of each volume: how many sound backups were met, and when the newest was made.
+    let mut met = HashMap::<&str, (usize, Option<SystemTime>)>::new();
     for backup in inventory.backups.iter().rev() {
-        let count = counts.entry(&backup.subject.volume_id).or_default();
-        *count += 1;
-        let is_last = rules.keep_last.is_some_and(|keep| *count <= keep);
-        let age = humantime::parse_rfc3339(&backup.created)
-            .ok()
-            .map(|created| now.duration_since(created));
-        // A time in the future is recent, and one that cannot be read is not old.
-        let is_recent = rules.keep_within.is_some_and(|within| match age {
-            Some(Ok(age)) => age <= within,
-            Some(Err(_)) | None => true,
-        });
-        if is_last || is_recent {
+        let is_sound = inventory.is_sound(backup);
+        let (count, newest) = met.entry(&backup.subject.volume_id).or_default();
+        let created = humantime::parse_rfc3339(&backup.created).ok();
+        let is_last = rules.keep_last.is_some_and(|keep| *count < keep);
+        let newest = newest.get_or_insert(created.unwrap_or(SystemTime::UNIX_EPOCH));
+        // A time that cannot be read is not old.
+        let age = created.and_then(|created| newest.duration_since(created).ok());
+        let is_recent = rules.keep_within.is_some_and(|within| age.is_none_or(|age| age <= within));
+        let is_first = is_sound && *count == 0 && !rules.remove_last;
+        *count += usize::from(is_sound);
+        if is_last || is_recent || is_first {
             wanted.insert(backup.id.clone());
         }
     }
     wanted
+}
+
+/// Attempts without a manifest that nothing was put to for a day, and what removals left.
+fn abandoned(inventory: &Inventory, now: SystemTime) -> impl Iterator<Item = &BackupId> {
+    inventory.unfinished.iter().map(|(id, _)| id).filter(move |id| {
+        let found = inventory.listing.attempts.get(id);
+        let age = found.and_then(|found| now.duration_since(found.modified?).ok());
+        age.is_some_and(|age| age >= ABANDONED) || inventory.listing.is_marked(id)
+    })
+}
+
+/// Spares what others need, by the names of their intents.
+fn without_referred(inventory: &Inventory, targets: &mut BTreeSet<&BackupId>) {
+    loop {
+        let before = targets.len();
+        for (id, attempt) in &inventory.listing.attempts {
+            if !targets.contains(id) {
+                let referred = attempt.intents.iter().flat_map(|intent| intent.ids());
+                referred.for_each(|needed| {
+                    targets.remove(needed);
+                });
+            }
+        }
+        if targets.len() == before {
+            return;
+        }
+    }
 }
 
 /// What is kept, and all that it needs.
@@ -88,7 +149,7 @@ fn with_needed(inventory: &Inventory, mut kept: HashSet<BackupId>) -> HashSet<Ba
         let sets: HashSet<_> =
             inventory.backups.iter().filter(|one| kept.contains(&one.id)).filter_map(set).collect();
         let before = kept.len();
-        // A base is older than what counts from it.
+        // A base comes before what counts from it.
         for backup in inventory.backups.iter().rev() {
             if set(backup).is_some_and(|set| sets.contains(&set)) {
                 kept.insert(backup.id.clone());
@@ -105,15 +166,82 @@ fn with_needed(inventory: &Inventory, mut kept: HashSet<BackupId>) -> HashSet<Ba
     }
 }
 
-/// Removes what the plan names. Newest first, so that an interruption leaves no backup without its
-/// base.
-pub async fn remove(repository: &Repository, plan: &Plan, stop: &Stop, lock: &Lock) -> Result<()> {
-    for id in plan.remove.iter().chain(&plan.unfinished) {
-        stop.check()?;
-        lock.check()?;
-        repository.remove(id).await?;
+impl Plan {
+    /// What the protocol is told: on what the removal relies, and what belongs together.
+    fn for_protocol(&self, inventory: &Inventory) -> protocol::Plan<String> {
+        let mut plan = protocol::Plan::default();
+        plan.targets.extend(self.remove.iter().chain(&self.unfinished).map(ToString::to_string));
+        plan.unfinished.extend(self.unfinished.iter().map(ToString::to_string));
+        let mut families = BTreeMap::<&str, Family<String>>::new();
+        let mut sets = BTreeMap::<&str, BTreeSet<String>>::new();
+        for backup in &inventory.backups {
+            let id = backup.id.to_string();
+            let is_target = plan.targets.contains(&id);
+            let none = Family { targets: BTreeSet::new(), keepers: BTreeSet::new() };
+            let family = families.entry(&backup.subject.volume_id).or_insert(none);
+            if is_target {
+                family.targets.insert(id.clone());
+                if let Some(group) = &backup.subject.group {
+                    sets.entry(&group.group_snapshot_id).or_default().insert(id);
+                }
+            } else if inventory.is_sound(backup) {
+                family.keepers.insert(id);
+            }
+        }
+        plan.families.extend(families.into_values().filter(|family| !family.targets.is_empty()));
+        plan.sets.extend(sets.into_values());
+        plan
     }
-    repository.sweep()
+}
+
+/// Plans a removal, and performs it. Returns what was removed.
+///
+/// # Errors
+/// The repository cannot be read or written, or does not list what was written.
+pub async fn run(
+    repository: &Repository,
+    planned: impl FnOnce(&Inventory, SystemTime) -> Result<Plan>,
+) -> Result<Plan> {
+    let owner = Repository::new_owner()?;
+    let probe = mark(PROBE, &owner);
+    repository.put_mark(&probe).await?;
+    let inventory = repository.inventory().await?;
+    let now = inventory.listing.marks.get(&(PROBE.to_owned(), owner.clone())).copied();
+    repository.store.delete(&probe).await?;
+    let now = now.with_context(|| {
+        format!(
+            "{} does not list an object that was just written, so nothing can be removed",
+            repository.location()
+        )
+    })?;
+    let plan = planned(&inventory, now)?;
+    let mut removal = Removal::new(owner, plan.for_protocol(&inventory));
+    let Ended::With(Outcome::Removed(gone)) =
+        repository.run(&mut removal, Known::default()).await?
+    else {
+        bail!("the removal did not end");
+    };
+    tidy(repository, &inventory, now).await?;
+    let Plan { remove, mut needed, mut unfinished } = plan;
+    let is_gone = |id: &BackupId| gone.iter().any(|one| one == id.as_str());
+    unfinished.retain(is_gone);
+    let (remove, saved): (Vec<_>, Vec<_>) = remove.into_iter().partition(is_gone);
+    needed.extend(saved);
+    Ok(Plan { remove, needed, unfinished })
+}
+
+/// Removes what killed processes left outside of attempts, and makes the reserve again.
+async fn tidy(repository: &Repository, inventory: &Inventory, now: SystemTime) -> Result<()> {
+    let before = now - ABANDONED;
+    for ((on, by), put) in &inventory.listing.marks {
+        if on == PROBE && *put < before {
+            repository.store.delete(&mark(on, by)).await?;
+        }
+    }
+    let ids: HashSet<&str> = inventory.listing.attempts.keys().map(BackupId::as_str).collect();
+    repository.sweep(before, &ids);
+    repository.restore_reserve().await;
+    Ok(())
 }
 
 #[cfg(test)]
@@ -144,8 +272,9 @@ mod tests {
         days: Option<u32>,
     ) -> [Vec<usize>; 2] {
         let now = humantime::parse_rfc3339("2026-01-05T01:00:00Z").unwrap();
-        let rules = Rules { keep_last, keep_within: days.map(|days| DAY * days) };
-        let plan = plan(inventory, rules, now).unwrap();
+        let keep_within = days.map(|days| DAY * days);
+        let rules = Rules { keep_last, keep_within, remove_last: keep_last == Some(0) };
+        let plan = plan(inventory, rules, now);
         let number = |id: &BackupId| (0..5).find(|number| samples::id(*number) == *id).unwrap();
         [plan.remove, plan.needed].map(|ids| ids.iter().map(number).collect())
     }
@@ -156,7 +285,7 @@ mod tests {
         assert_eq!(planned(&two_chains, Some(1), None), [vec![1, 0], vec![3, 2]]);
         assert_eq!(planned(&two_chains, Some(3), None), [vec![1, 0], vec![]]);
         assert_eq!(planned(&two_chains, Some(4), None), [vec![], vec![0]]);
-        assert_eq!(planned(&two_chains, None, Some(1)), [vec![1, 0], vec![3, 2]]);
+        assert_eq!(planned(&two_chains, None, Some(1)), [vec![1, 0], vec![2]]);
         assert_eq!(planned(&two_chains, Some(1), Some(90)), [Vec::<usize>::new(), Vec::new()]);
         assert_eq!(planned(&two_chains, Some(0), None), [vec![4, 3, 2, 1, 0], vec![]]);
     }
@@ -175,10 +304,28 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_manifest_keeps_everything() {
-        let mut damaged = inventory(&[None]);
-        damaged.damaged.push((samples::id(1), anyhow::anyhow!("x")));
-        let rules = Rules { keep_last: Some(1), keep_within: None };
-        assert!(plan(&damaged, rules, SystemTime::now()).is_err());
+    fn the_last_restorable_backup_stays_and_damage_does_not_count() {
+        let now = humantime::parse_rfc3339("2030-01-05T01:00:00Z").unwrap();
+        let mut three = inventory(&[None, None, None]);
+        let removed = |inventory: &Inventory, rules| {
+            let plan = plan(inventory, rules, now);
+            plan.remove.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let ids = |numbers: &[usize]| {
+            numbers.iter().map(|number| samples::id(*number).to_string()).collect::<Vec<_>>()
+        };
+        let none = Rules { keep_last: Some(0), ..Rules::default() };
+        assert_eq!(removed(&three, none), ids(&[1, 0]));
+        assert_eq!(removed(&three, Rules { remove_last: true, ..none }), ids(&[2, 1, 0]));
+        // Years later, the time counts from the newest backup.
+        let within = Rules { keep_within: Some(DAY), ..Rules::default() };
+        assert_eq!(removed(&three, within), ids(&[0]));
+        three.broken.insert(samples::id(2), "lost".to_owned());
+        let one = Rules { keep_last: Some(1), ..Rules::default() };
+        assert_eq!(removed(&three, one), ids(&[0]));
+        for number in [0, 1] {
+            three.broken.insert(samples::id(number), "lost".to_owned());
+        }
+        assert!(removed(&three, one).is_empty(), "nothing can be restored, so nothing is removed");
     }
 }

@@ -10,10 +10,9 @@ use tokio::task::JoinSet;
 use super::chunk::Coder;
 use super::copying::parallel;
 use super::document::Hash;
-use super::manifest::Manifest;
+use super::manifest::{BackupId, Manifest};
 use super::merge::{Content, Merge, Place, Run};
 use super::repository::Repository;
-use super::repository::lock::Lock;
 use super::target::Target;
 use crate::backend::Extent;
 use crate::client::progress;
@@ -33,7 +32,8 @@ pub struct Restored {
 /// A restore under way.
 pub struct Restore<'r> {
     repository: &'r Repository,
-    coders: Vec<Coder>,
+    /// By the attempt that wrote the chunks.
+    coders: HashMap<BackupId, Coder>,
     chain: &'r [Manifest],
     target: Arc<Target>,
     /// Whether to compare chunks with what the target holds.
@@ -58,7 +58,8 @@ impl<'r> Restore<'r> {
         target: Target,
         resume: bool,
     ) -> Result<Self> {
-        let coders = chain.iter().map(|backup| repository.coder(&backup.id));
+        let attempts = chain.iter().flat_map(|one| &one.parts).map(|part| &part.attempt);
+        let coders = attempts.map(|id| Ok((id.clone(), repository.coder(id)?)));
         Ok(Self {
             repository,
             coders: coders.collect::<Result<_>>()?,
@@ -71,12 +72,11 @@ impl<'r> Restore<'r> {
     }
 
     /// Writes all of the volume, and syncs the target.
-    pub async fn run(mut self, stop: &Stop, lock: &Lock) -> Result<Restored> {
+    pub async fn run(mut self, stop: &Stop) -> Result<Restored> {
         let capacity = self.chain.first().map_or(0, |newest| newest.subject.capacity_bytes);
         let mut merge = Merge::new(self.repository, self.chain);
         loop {
             stop.check()?;
-            lock.check()?;
             let window = stop.wait(window(&mut merge)).await?;
             let Some(last) = window.last() else { break };
             let end = last.extent.end();
@@ -148,13 +148,8 @@ impl<'r> Restore<'r> {
             if self.chunks.contains_key(&key) {
                 continue;
             }
-            let (Some(coder), Some(backup)) =
-                (self.coders.get(place.layer), self.chain.get(place.layer))
-            else {
-                continue;
-            };
-            let (repository, coder, id) =
-                (self.repository.clone(), coder.clone(), backup.id.clone());
+            let Some(coder) = self.coders.get(&place.attempt).cloned() else { continue };
+            let (repository, id) = (self.repository.clone(), place.attempt.clone());
             jobs.spawn(async move {
                 let stored = repository.stored_chunk(&id, place.page, &place.chunk).await?;
                 let shown = id.clone();

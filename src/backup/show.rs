@@ -81,16 +81,23 @@ impl Entry {
             ),
         ];
         if let Some(because) = &self.full_because {
-            facts.push(("because", because.clone()));
+            facts.push(("because", format::cell(because)));
         }
         facts.extend([
             ("created", self.created.clone()),
-            ("volume", format!("{} ({})", self.volume, quantity::format(self.capacity_bytes))),
-            ("snapshot", self.snapshot_id.clone()),
+            (
+                "volume",
+                format!(
+                    "{} ({})",
+                    format::cell(&self.volume),
+                    quantity::format(self.capacity_bytes)
+                ),
+            ),
+            ("snapshot", format::cell(&self.snapshot_id)),
         ]);
         if let Some(group) = &self.group_snapshot {
             let state = if self.group_complete == Some(true) { "complete" } else { "incomplete" };
-            facts.push(("group", format!("{group}, {state}")));
+            facts.push(("group", format!("{}, {state}", format::cell(group))));
         }
         if let Some(expires) = &self.base_expires {
             facts.push(("base until", expires.clone()));
@@ -124,7 +131,7 @@ pub fn list(inventory: &Inventory, volume: Option<&str>, output: Output) -> Resu
 pub async fn set(repository: &Repository, reference: &str, output: Output) -> Result<()> {
     let inventory = repository.inventory().await?;
     let backups = group::find(&inventory, reference)?;
-    backups.iter().try_for_each(|backup| repository.chain(&inventory, backup).map(drop))?;
+    backups.iter().try_for_each(|backup| inventory.chain(backup).map(drop))?;
     let entries: Vec<_> = backups.iter().map(|backup| Entry::new(backup, &inventory)).collect();
     format::print_rows(output, &entries, |entries| {
         entries.iter().map(|entry| entry.facts([])).collect::<Vec<_>>().join("\n\n")

@@ -8,15 +8,15 @@ use std::time::{Duration, SystemTime};
 use anyhow::Result;
 use proptest::prelude::*;
 
+use super::attempt::{self, Attempt, Overtaken};
 use super::chunk;
-use super::document::VERSION;
-use super::manifest::{BackupId, Base, Intent, Manifest, Subject, samples};
+use super::manifest::{BackupId, Base, Manifest, Subject, samples};
 use super::merge::Pages;
-use super::repository::lock::{Kind, locked};
+use super::prune::{self, Plan};
+use super::repository::names::{self, mark};
 use super::repository::{Location, Repository};
 use super::restore::Restore;
 use super::target::Target;
-use super::writer::Writer;
 use crate::backend::Extent;
 use crate::client::stop::Stop;
 
@@ -51,8 +51,8 @@ fn extents(base: &[u8], target: &[u8], also: &[bool]) -> Vec<Extent> {
     extents
 }
 
-fn intent(number: usize, capacity_bytes: u64, base: Option<&Manifest>) -> Intent {
-    let subject = Subject {
+fn subject(number: usize, capacity_bytes: u64, base: Option<&Manifest>) -> Subject {
+    Subject {
         capacity_bytes,
         base: base.map(|base| Base {
             backup: base.id.clone(),
@@ -60,15 +60,14 @@ fn intent(number: usize, capacity_bytes: u64, base: Option<&Manifest>) -> Intent
             expires: None,
         }),
         ..samples::backup(number).subject
-    };
-    Intent { version: VERSION, id: samples::id(number), begun: String::new(), subject }
+    }
 }
 
 /// Writes the extents of `bytes`, a few blocks in a chunk; stops after `chunks` of them as a killed
 /// process does.
 async fn write(
     repository: &Repository,
-    intent: &Intent,
+    subject: &Subject,
     bytes: &[u8],
     extents: &[Extent],
     chunks: usize,
@@ -76,20 +75,27 @@ async fn write(
     let device = tempfile::NamedTempFile::new()?;
     fs::write(device.path(), bytes)?;
     let device = File::open(device.path())?;
-    repository.put_intent(intent).await?;
-    let mut writer = Writer::resume(repository, intent).await?;
-    let begin = writer.end();
-    let coder = repository.coder(&intent.id)?;
+    let inventory = repository.inventory().await?;
+    let mut attempt = Attempt::new(repository, &inventory, subject.clone(), None).await?;
+    let begin = attempt.writer.end();
+    let coder = repository.coder(&attempt.intent.id)?;
+    attempt.begin().await?;
     for part in extents.chunks(3).filter(|part| part[0].offset >= begin).take(chunks) {
-        let coded = chunk::read(&device, part, !intent.subject.is_full(), &coder)?;
-        writer.push(coded, part[part.len() - 1].end()).await?;
+        let coded = chunk::read(&device, part, !subject.is_full(), &coder)?;
+        attempt.writer.push(coded, part[part.len() - 1].end()).await?;
     }
     if chunks < usize::MAX {
         return Ok(None);
     }
-    let manifest = writer.finish(intent, intent.begun.clone()).await?;
-    repository.publish(&manifest).await?;
-    Ok(Some(manifest))
+    Ok(Some(attempt.publish("2026-01-01T00:00:00Z".to_owned()).await?))
+}
+
+/// A full backup of a few blocks.
+async fn small(repository: &Repository, number: usize, base: Option<&Manifest>) -> Manifest {
+    let bytes = image(&[1; 40]);
+    let subject = subject(number, bytes.len() as u64, base);
+    let all = extents(&[], &[1; 40], &[]);
+    write(repository, &subject, &bytes, &all, usize::MAX).await.unwrap().unwrap()
 }
 
 /// Restores a backup to a target that holds something else.
@@ -101,13 +107,11 @@ async fn restored(
 ) -> Result<Vec<u8>> {
     let inventory = repository.inventory().await?;
     // Its manifest in this repository: pages of another have other hashes.
-    let backup = repository.find(&inventory, backup.id.as_str())?;
-    let chain = repository.chain(&inventory, backup)?;
-    locked(repository, Kind::Shared, "test", async |lock| {
-        let target = Target::open(path, backup.subject.capacity_bytes)?;
-        Restore::new(repository, &chain, target, resume)?.run(&stop(), lock).await
-    })
-    .await?;
+    let mut all = inventory.backups.iter();
+    let backup = all.find(|one| one.origin() == backup.origin()).unwrap();
+    let chain = inventory.chain(backup)?;
+    let target = Target::open(path, backup.subject.capacity_bytes)?;
+    Restore::new(repository, &chain, target, resume)?.run(&stop()).await?;
     Ok(fs::read(path)?)
 }
 
@@ -118,10 +122,10 @@ async fn chain_is_exact(states: &[Vec<u8>], also: &[bool], key: Option<&Path>) -
     for (number, state) in states.iter().enumerate() {
         let base = number.checked_sub(1).map(|older| states[older].as_slice());
         let bytes = image(state);
-        let intent = intent(number, bytes.len() as u64, backups.last());
+        let subject = subject(number, bytes.len() as u64, backups.last());
         let extents = extents(base.unwrap_or_default(), state, also);
-        write(&repository, &intent, &bytes, &extents, 2).await?;
-        let manifest = write(&repository, &intent, &bytes, &extents, usize::MAX).await?;
+        write(&repository, &subject, &bytes, &extents, 2).await?;
+        let manifest = write(&repository, &subject, &bytes, &extents, usize::MAX).await?;
         backups.extend(manifest);
     }
     let other = self::repository(&directory.path().join("copy"), None).await;
@@ -138,10 +142,8 @@ async fn chain_is_exact(states: &[Vec<u8>], also: &[bool], key: Option<&Path>) -
             [&bytes[..bytes.len() / 2], &vec![0xee; bytes.len() / 2 + BLOCK as usize]].concat(),
         )?;
         assert!(restored(&repository, backup, &path, true).await? == expected);
-        locked(&other, Kind::Shared, "test", async |lock| {
-            super::copy::copy(&repository, &other, backup, &stop(), lock).await
-        })
-        .await?;
+        assert!(super::copy::copy(&repository, &other, backup, &stop()).await?);
+        assert!(!super::copy::copy(&repository, &other, backup, &stop()).await?);
         fs::remove_file(&path)?;
         assert!(restored(&other, backup, &path, false).await? == bytes);
     }
@@ -178,70 +180,157 @@ proptest! {
 }
 
 #[tokio::test]
-async fn an_interrupted_writer_continues_after_its_last_page() {
+async fn a_later_attempt_continues_after_the_last_page() {
     let directory = tempfile::tempdir().unwrap();
     let repository = repository(directory.path(), None).await;
     // 600 chunks, more than a page holds.
     let state: Vec<u8> = (0..3600u32).map(|block| (block % 2) as u8).collect();
     let (bytes, all) = (image(&state), extents(&[], &state, &[]));
-    let intent = intent(0, bytes.len() as u64, None);
-    write(&repository, &intent, &bytes, &all, 590).await.unwrap();
+    let subject = subject(0, bytes.len() as u64, None);
+    write(&repository, &subject, &bytes, &all, 590).await.unwrap();
+    let inventory = repository.inventory().await.unwrap();
+    assert!(inventory.backups.is_empty(), "half a backup is none");
+    let first = inventory.unfinished[0].0.clone();
     // A page is on its way in a task of its own.
-    while repository.page(&intent.id, 0).await.unwrap().is_none() {
+    while repository.page(&first, 0).await.unwrap().is_none() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let inventory = repository.inventory().await.unwrap();
-    assert!(inventory.backups.is_empty(), "half a backup is none");
-    assert_eq!(inventory.unfinished[0].1.as_ref(), Some(&intent));
-    let writer = Writer::resume(&repository, &intent).await.unwrap();
-    assert_eq!(writer.totals().chunks, 512);
-    let backup = write(&repository, &intent, &bytes, &all, usize::MAX).await.unwrap().unwrap();
-    assert_eq!((backup.pages, backup.totals.chunks), (2, 600));
+    let attempt = Attempt::new(&repository, &inventory, subject.clone(), None).await.unwrap();
+    assert_eq!(attempt.writer.totals().chunks, 512);
+    // The first writer may live, and writes on to its own pages.
+    repository.put_pack(&first, 1, vec![9; 100]).await.unwrap();
+    let backup = write(&repository, &subject, &bytes, &all, usize::MAX).await.unwrap().unwrap();
+    assert_eq!((backup.pages(), backup.totals.chunks), (2, 600));
+    assert_eq!(*backup.attempt_of(0), first);
     let mut pages = Pages::new(&repository, &backup);
     while pages.next().await.unwrap().is_some() {}
     let path = directory.path().join("image");
     assert!(restored(&repository, &backup, &path, false).await.unwrap() == bytes);
+    // What a backup uses is not abandoned.
+    let far = SystemTime::now() + Duration::from_secs(1 << 30);
+    let inventory = repository.inventory().await.unwrap();
+    let rules = prune::Rules { keep_last: Some(1), ..prune::Rules::default() };
+    assert_eq!(prune::plan(&inventory, rules, far), Plan::default());
 }
 
 #[tokio::test]
-async fn writers_share_a_repository_and_prune_does_not() {
+async fn a_marked_backup_is_no_base_and_does_not_exist() {
     let directory = tempfile::tempdir().unwrap();
     let repository = repository(directory.path(), None).await;
-    let refused =
-        |error: anyhow::Error| assert!(error.to_string().contains("is in use by `one`"), "{error}");
-    locked(&repository, Kind::Shared, "one", async |one| {
-        one.claim(&samples::id(0)).await?;
-        locked(&repository, Kind::Shared, "two", async |two| {
-            two.claim(&samples::id(1)).await?;
-            refused(two.claim(&samples::id(0)).await.unwrap_err());
-            Ok(())
-        })
-        .await?;
-        let alone = locked(&repository, Kind::Exclusive, "prune", async |_| Ok(())).await;
-        refused(alone.unwrap_err());
-        Ok(())
-    })
-    .await
-    .unwrap();
-    locked(&repository, Kind::Exclusive, "prune", async |lock| lock.check()).await.unwrap();
-    assert!(repository.store.list("locks").await.unwrap().is_empty());
+    let backup = small(&repository, 0, None).await;
+    let inventory = repository.inventory().await.unwrap();
+    assert!(attempt::exist(&repository, &inventory, &[&backup]).await.unwrap());
+    let next = subject(1, backup.subject.capacity_bytes, Some(&backup));
+    let mut attempt = Attempt::new(&repository, &inventory, next, None).await.unwrap();
+    // By a prune on another machine, after the look at the repository.
+    repository.put_mark(&mark(backup.id.as_str(), "other")).await.unwrap();
+    assert!(!attempt::exist(&repository, &inventory, &[&backup]).await.unwrap());
+    assert!(attempt.begin().await.unwrap_err().is::<Overtaken>());
+    let later = repository.inventory().await.unwrap();
+    assert!(!later.is_sound(later.find(backup.id.as_str()).unwrap()));
+}
+
+#[tokio::test]
+async fn an_attempt_that_was_pruned_is_not_acknowledged() {
+    let directory = tempfile::tempdir().unwrap();
+    let repository = repository(directory.path(), None).await;
+    let bytes = image(&[1; 40]);
+    let subject = subject(0, bytes.len() as u64, None);
+    let inventory = repository.inventory().await.unwrap();
+    let mut attempt = Attempt::new(&repository, &inventory, subject, None).await.unwrap();
+    attempt.begin().await.unwrap();
+    let id = attempt.intent.id.clone();
+    // The writer is suspended for more than a day.
+    let far = SystemTime::now() + Duration::from_secs(2 * 86_400);
+    let rules = prune::Rules { keep_last: Some(1), ..prune::Rules::default() };
+    let pruned = prune::run(&repository, |all, _| Ok(prune::plan(all, rules, far))).await.unwrap();
+    assert_eq!(pruned.unfinished, [id]);
+    let error = attempt.publish(String::new()).await.unwrap_err().to_string();
+    assert!(error.contains("a prune has removed this attempt"), "{error}");
+    assert!(repository.inventory().await.unwrap().backups.is_empty());
 }
 
 #[tokio::test]
 async fn a_removed_backup_leaves_no_object() {
     let directory = tempfile::tempdir().unwrap();
     let repository = repository(directory.path(), None).await;
-    let state = vec![1; 40];
-    let (bytes, all) = (image(&state), extents(&[], &state, &[]));
-    let intent = intent(0, bytes.len() as u64, None);
-    let backup = write(&repository, &intent, &bytes, &all, usize::MAX).await.unwrap().unwrap();
-    fs::write(
-        directory.path().join("backups").join(backup.id.as_str()).join("packs/00000001#1"),
-        b"x",
-    )
-    .unwrap();
-    repository.remove(&backup.id).await.unwrap();
-    repository.sweep().unwrap();
+    let first = small(&repository, 0, None).await;
+    let second = small(&repository, 1, Some(&first)).await;
+    let staged = directory.path().join(names::pack(&second.id, 7) + "#1");
+    fs::write(staged, b"x").unwrap();
+    let rules = prune::Rules { keep_last: Some(0), remove_last: true, ..Default::default() };
+    let pruned =
+        prune::run(&repository, |all, now| Ok(prune::plan(all, rules, now))).await.unwrap();
+    // What counts from another goes first.
+    assert_eq!(pruned.remove, [second.id, first.id]);
     assert_eq!(fs::read_dir(directory.path().join("backups")).unwrap().count(), 0);
-    assert!(BackupId::generate(SystemTime::now()).unwrap() > backup.id);
+    assert_eq!(fs::read_dir(directory.path().join("marks")).unwrap().count(), 0);
+    assert!(BackupId::generate(SystemTime::now()).unwrap() > samples::id(0));
+}
+
+#[tokio::test]
+async fn keys_are_added_and_all_but_the_last_removed() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path().join("repository");
+    let files = [1u8, 2].map(|byte| {
+        let file = directory.path().join(format!("key-{byte}"));
+        fs::write(&file, [byte; 32]).unwrap();
+        file
+    });
+    let [one, two] =
+        files.each_ref().map(|file| super::repository::seal::KeyFile::read(file).unwrap());
+    let location = Location::Directory(place.clone());
+    let open = async |file: &Path| Repository::open(&location, false, Some(file), None).await;
+    let repository = repository(&place, Some(&files[0])).await;
+    let backup = small(&repository, 0, None).await;
+    let refused = repository.remove_key(&one.id().unwrap()).await.unwrap_err().to_string();
+    assert!(refused.contains("the only one"), "{refused}");
+    assert!(open(&files[1]).await.is_err());
+    repository.add_key(&two).await.unwrap();
+    repository.remove_key(&one.id().unwrap()).await.unwrap();
+    assert!(open(&files[0]).await.is_err());
+    let opened = open(&files[1]).await.unwrap();
+    assert_eq!(opened.keys().await.unwrap().keys().collect::<Vec<_>>(), [&two.id().unwrap()]);
+    restored(&opened, &backup, &directory.path().join("image"), false).await.unwrap();
+}
+
+#[tokio::test]
+async fn two_first_writers_with_one_key_both_restore() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path().join("repository");
+    let key = directory.path().join("key");
+    fs::write(&key, [1; 32]).unwrap();
+    let one = repository(&place, Some(&key)).await;
+    let first = small(&one, 0, None).await;
+    // As if the other writer had not seen the first one's master key.
+    let keys = place.join("keys");
+    let hidden = directory.path().join("hidden");
+    fs::rename(&keys, &hidden).unwrap();
+    let two = repository(&place, Some(&key)).await;
+    let second = small(&two, 1, None).await;
+    for slot in fs::read_dir(&hidden).unwrap() {
+        let slot = slot.unwrap();
+        fs::rename(slot.path(), keys.join(slot.file_name())).unwrap();
+    }
+    let both = repository(&place, Some(&key)).await;
+    let image = directory.path().join("image");
+    for backup in [first, second] {
+        restored(&both, &backup, &image, false).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_repository_of_format_1_is_refused_with_a_way_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let text = r#"{"version":1,"id":"0","created":"","encryption":null}"#;
+    let hash = super::document::Hash::of(text.as_bytes());
+    let document = format!("{{\"hash\":\"{hash}\",\"repository\":{text}}}\n");
+    fs::write(directory.path().join("repository.json"), document).unwrap();
+    let location = Location::Directory(directory.path().to_owned());
+    for create in [false, true] {
+        let refused = Repository::open(&location, create, None, None).await;
+        let error = refused.err().unwrap().to_string();
+        assert!(error.contains("format 1") && error.contains("another directory"), "{error}");
+    }
 }

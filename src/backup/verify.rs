@@ -6,7 +6,6 @@ use tokio::task::JoinSet;
 use super::copying::parallel;
 use super::manifest::{Manifest, Page};
 use super::merge::Pages;
-use super::repository::lock::Lock;
 use super::repository::{Inventory, Repository};
 use crate::client::progress;
 use crate::client::stop::Stop;
@@ -30,18 +29,16 @@ pub async fn verify(
     inventory: &Inventory,
     backups: &[Manifest],
     stop: &Stop,
-    lock: &Lock,
 ) -> Result<Report> {
     let mut report = Report { backups: backups.len(), ..Report::default() };
     let total = backups.iter().map(|backup| backup.totals.stored_bytes).sum();
     for backup in backups {
-        if let Err(error) = repository.chain(inventory, backup) {
+        if let Err(error) = inventory.chain(backup) {
             report.problems.push(format!("{error:#}"));
         }
-        let read = contents(repository, backup, stop, lock, &mut report, total);
+        let read = contents(repository, backup, stop, &mut report, total);
         if let Err(error) = read.await {
             stop.check()?;
-            lock.check()?;
             report.problems.push(format!("backup {}: {error:#}", backup.id));
         }
     }
@@ -54,14 +51,12 @@ async fn contents(
     repository: &Repository,
     backup: &Manifest,
     stop: &Stop,
-    lock: &Lock,
     report: &mut Report,
     total: u64,
 ) -> Result<()> {
     let mut pages = Pages::new(repository, backup);
     let mut jobs = JoinSet::new();
     loop {
-        lock.check()?;
         let page = stop.wait(pages.next()).await;
         let is_last = !matches!(page, Ok(Some(_)));
         while jobs.len() >= parallel().min(4) || (is_last && !jobs.is_empty()) {
@@ -76,7 +71,7 @@ async fn contents(
             progress::report(report.stored_bytes, total);
         }
         let Some(page) = page? else { return Ok(()) };
-        let (repository, id) = (repository.clone(), backup.id.clone());
+        let (repository, id) = (repository.clone(), page.backup.clone());
         jobs.spawn(async move {
             let (stored, chunks) = (page.pack_bytes, page.chunks.len() as u64);
             let coder = repository.coder(&id);

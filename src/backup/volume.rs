@@ -17,7 +17,7 @@ pub async fn restore(
     reference: &str,
     name: &str,
 ) -> Result<Done> {
-    let backup = from.repository.find(from.inventory, reference)?;
+    let backup = from.inventory.find(reference)?;
     let existing = from.stop.wait(names::find_volume(connection, name)).await?;
     ensure!(existing.is_none(), "--to-volume {name}: the volume exists already; name a new one");
     let mut scratch = Scratch::start(connection).await?;

@@ -1,21 +1,26 @@
 //! Writes the packs and pages of a backup, in the order of the volume. A page is written after its
-//! pack, so the pages that exist are a journal: an interrupted backup continues after the last of
-//! them.
+//! pack, so the pages that exist are a journal: another attempt can use them, and continue after the
+//! last one.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tokio::task::JoinHandle;
 
 use super::chunk::Coded;
 use super::document::{Hash, RunningHash, VERSION};
 use super::manifest::{
-    BackupId, Chunk, Intent, Manifest, PACK_BYTES, PAGE_CHUNKS, PAGE_EXTENTS, Page, Totals,
+    BackupId, Chunk, Intent, MAX_PARTS, Manifest, PACK_BYTES, PAGE_CHUNKS, PAGE_EXTENTS, Page,
+    Part, Totals,
 };
 use super::repository::Repository;
+use super::repository::names::Listing;
 
 /// Holds up to two packs: the one being filled, and the one on its way.
 pub struct Writer {
     repository: Repository,
     id: BackupId,
+    /// Of interrupted attempts.
+    parts: Vec<Part>,
+    own: Part,
     /// Of the page being filled.
     number: u32,
     pack: Vec<u8>,
@@ -24,18 +29,25 @@ pub struct Writer {
     end: u64,
     hash: RunningHash,
     totals: Totals,
-    upload: Option<JoinHandle<Result<Hash>>>,
+    upload: Option<JoinHandle<Result<Uploaded>>>,
+}
+
+/// A page and its pack.
+struct Uploaded {
+    hash: Hash,
+    page_bytes: u64,
+    /// 0 without a pack.
+    pack_bytes: u64,
 }
 
 impl Writer {
-    /// Continues a backup after the pages that it has; a new one has none.
-    ///
-    /// # Errors
-    /// The repository cannot be read.
-    pub async fn resume(repository: &Repository, intent: &Intent) -> Result<Self> {
-        let mut writer = Self {
+    pub fn new(repository: &Repository, id: BackupId) -> Self {
+        let own = Part { attempt: id.clone(), pages: 0, page_bytes: 0, packs: 0, pack_bytes: 0 };
+        Self {
             repository: repository.clone(),
-            id: intent.id.clone(),
+            id,
+            parts: Vec::new(),
+            own,
             number: 0,
             pack: Vec::new(),
             chunks: Vec::new(),
@@ -44,19 +56,50 @@ impl Writer {
             hash: RunningHash::default(),
             totals: Totals::default(),
             upload: None,
-        };
-        let capacity = intent.subject.capacity_bytes;
-        // What cannot be read is written again, and so is all that follows.
-        while let Ok(Some((page, hash))) = repository.page(&writer.id, writer.number).await {
-            if page.check(&writer.id, writer.number, writer.end, capacity).is_err() {
+        }
+    }
+
+    /// Uses the pages of an interrupted attempt, as far as they can be read.
+    pub async fn continue_after(&mut self, attempt: &Intent, listing: &Listing) -> Result<()> {
+        let capacity = attempt.subject.capacity_bytes;
+        let mut parts = attempt.parts.clone();
+        let begin = parts.iter().map(|part| part.pages).sum();
+        let Some(listed) = listing.attempts.get(&attempt.id) else { return Ok(()) };
+        parts.push(listed.part(&attempt.id, begin..begin + listed.pages_from(begin)));
+        if parts.len() >= MAX_PARTS {
+            return Ok(());
+        }
+        for part in parts {
+            let first = self.number;
+            while self.number < first + part.pages {
+                let page = self.repository.page(&part.attempt, self.number).await;
+                let Ok(Some((page, hash, _))) = page else { break };
+                let is_sound = page.check(&part.attempt, self.number, self.end, capacity).is_ok();
+                let listed = listing.attempts.get(&part.attempt);
+                let pack_bytes = listed.map(|listed| listed.pack_bytes(self.number));
+                if !is_sound || pack_bytes != Some(page.pack_bytes) {
+                    break;
+                }
+                page.chunks.iter().for_each(|chunk| self.totals.add(chunk));
+                self.hash.add(&hash);
+                self.end = page.end;
+                self.number += 1;
+            }
+            let found = listing.attempts.get(&part.attempt);
+            let used = found.map(|found| found.part(&part.attempt, first..self.number));
+            let is_all = self.number == first + part.pages;
+            // The last one is named even without pages: the intent refers to it.
+            self.parts.extend(used);
+            if !is_all {
                 break;
             }
-            page.chunks.iter().for_each(|chunk| writer.totals.add(chunk));
-            writer.hash.add(&hash);
-            writer.end = page.end;
-            writer.number += 1;
         }
-        Ok(writer)
+        Ok(())
+    }
+
+    /// What it uses of interrupted attempts.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
     }
 
     /// What lies before this byte of the volume is written.
@@ -112,22 +155,28 @@ impl Writer {
         self.uploaded().await?;
         let pack = std::mem::take(&mut self.pack);
         self.extents = 0;
-        let page = Page {
+        let mut page = Page {
             version: VERSION,
             backup: self.id.clone(),
             number: self.number,
             end: self.end,
             pack_bytes: pack.len() as u64,
-            pack_hash: Hash::of(&pack),
+            pack_crc: 0,
             chunks: std::mem::take(&mut self.chunks),
         };
         self.number = self.number.checked_add(1).context("the backup has too many pages")?;
         let repository = self.repository.clone();
         self.upload = Some(tokio::spawn(async move {
+            let pack_bytes = page.pack_bytes;
             if !pack.is_empty() {
+                let sum = move || (crc32c::crc32c(&pack), pack);
+                let summed = tokio::task::spawn_blocking(sum).await;
+                let (crc, pack) = summed.context("the task panicked")?;
+                page.pack_crc = crc;
                 repository.put_pack(&page.backup, page.number, pack).await?;
             }
-            repository.put_page(&page).await
+            let (hash, page_bytes) = repository.put_page(page).await?;
+            Ok(Uploaded { hash, page_bytes, pack_bytes })
         }));
         Ok(())
     }
@@ -135,23 +184,32 @@ impl Writer {
     /// Waits for the pack on its way.
     async fn uploaded(&mut self) -> Result<()> {
         if let Some(upload) = self.upload.take() {
-            self.hash.add(&upload.await.context("the writing task panicked")??);
+            let uploaded = upload.await.context("the writing task panicked")??;
+            self.hash.add(&uploaded.hash);
+            self.own.pages += 1;
+            self.own.page_bytes += uploaded.page_bytes;
+            self.own.packs += u32::from(uploaded.pack_bytes > 0);
+            self.own.pack_bytes += uploaded.pack_bytes;
         }
         Ok(())
     }
 
     /// Writes what is left, and returns the manifest of the backup, which is not yet visible.
     pub async fn finish(mut self, intent: &Intent, created: String) -> Result<Manifest> {
+        ensure!(intent.id == self.id, "the intent is that of {}", intent.id);
         if !self.chunks.is_empty() {
             self.close_page().await?;
         }
         self.uploaded().await?;
+        let mut parts = self.parts;
+        parts.push(self.own);
         Ok(Manifest {
             version: VERSION,
             id: self.id,
             created,
             subject: intent.subject.clone(),
-            pages: self.number,
+            origin: intent.origin.clone(),
+            parts,
             pages_hash: self.hash.finish(),
             totals: self.totals,
         })

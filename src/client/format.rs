@@ -66,9 +66,29 @@ pub fn time(timestamp: Option<&Timestamp>) -> Option<String> {
     Some(humantime::format_rfc3339_millis(time).to_string())
 }
 
+/// Text without control characters, which could take over a terminal; lines stay lines.
+pub fn printable(text: &str) -> String {
+    let shown = |letter: char| match letter {
+        '\n' => letter.to_string(),
+        letter if letter.is_control() => letter.escape_default().to_string(),
+        letter => letter.to_string(),
+    };
+    text.chars().map(shown).collect()
+}
+
+/// The same without line breaks, as in a cell of a table.
+pub fn cell(text: &str) -> String {
+    let escaped = |letter: char| match letter {
+        letter if letter.is_control() => letter.escape_default().to_string(),
+        letter => letter.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
+
 /// Rows under a header, without borders; columns of the headers in `right` are right-aligned.
 pub fn table<const N: usize>(header: [&str; N], right: &[&str], rows: &[[String; N]]) -> String {
     let mut table = Table::new();
+    let rows = rows.iter().map(|row| row.iter().map(|text| cell(text)).collect::<Vec<_>>());
     table.load_style(presets::NOTHING).set_header(header).add_rows(rows);
     for (column, title) in table.column_iter_mut().zip(header) {
         column.set_padding((0, 2));
@@ -84,7 +104,7 @@ pub fn facts(rows: &[(&str, String)]) -> String {
     let mut table = Table::new();
     table
         .load_style(presets::NOTHING)
-        .add_rows(rows.iter().map(|(name, value)| [*name, value.as_str()]));
+        .add_rows(rows.iter().map(|(name, value)| [(*name).to_owned(), printable(value)]));
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
     }
@@ -108,8 +128,8 @@ pub fn print_one<T: Serialize>(
     shown: impl FnOnce(&T) -> String,
 ) -> anyhow::Result<()> {
     Ok(print(&match output {
-        Output::Json => serde_json::to_string_pretty(value)?,
-        Output::Ndjson => serde_json::to_string(value)?,
+        Output::Json => escaped(&serde_json::to_string_pretty(value)?),
+        Output::Ndjson => escaped(&serde_json::to_string(value)?),
         Output::Table => shown(value),
     })?)
 }
@@ -122,15 +142,37 @@ pub fn print_rows<T: Serialize>(
     shown: impl FnOnce(&[T]) -> String,
 ) -> anyhow::Result<()> {
     match output {
-        Output::Json => Ok(print(&serde_json::to_string_pretty(rows)?)?),
-        Output::Ndjson => rows.iter().try_for_each(|row| Ok(print(&serde_json::to_string(row)?)?)),
+        Output::Json => Ok(print(&escaped(&serde_json::to_string_pretty(rows)?))?),
+        Output::Ndjson => {
+            rows.iter().try_for_each(|row| Ok(print(&escaped(&serde_json::to_string(row)?))?))
+        }
         Output::Table => Ok(print(&shown(rows))?),
     }
+}
+
+/// JSON in which the control characters that serde_json leaves alone are escaped as well.
+fn escaped(json: &str) -> String {
+    let shown = |letter: char| match letter {
+        '\u{7f}'..='\u{9f}' => format!("\\u{:04x}", u32::from(letter)),
+        letter => letter.to_string(),
+    };
+    json.chars().map(shown).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_control_character_reaches_a_terminal() {
+        let hostile = "a\u{1b}[2J\u{9b}b\nc";
+        let rows = [[hostile.to_owned()]];
+        assert_eq!(table(["X"], &[], &rows), "X\na\\u{1b}[2J\\u{9b}b\\nc");
+        assert_eq!(facts(&[("x", hostile.to_owned())]).matches('\u{1b}').count(), 0);
+        let json = escaped(&serde_json::to_string(hostile).unwrap());
+        assert!(!json.chars().any(char::is_control), "{json}");
+        assert_eq!(serde_json::from_str::<String>(&json).unwrap(), hostile);
+    }
 
     #[test]
     fn bytes_print_rounded_and_exact() {

@@ -111,7 +111,7 @@ impl Location {
                 }
                 let store = LocalFileSystem::new_with_prefix(path)
                     .with_context(|| format!("--repository {self}: open the directory"))?;
-                Ok(Arc::new(store.with_fsync(true).with_automatic_cleanup(true)))
+                Ok(Arc::new(store.with_fsync(true)))
             }
             Self::Claim { .. } => {
                 bail!("--repository {self}: only a mover pod can mount a claim; set --namespace")
@@ -181,32 +181,6 @@ fn read_credentials(directory: &Path) -> Result<Vec<(AmazonS3ConfigKey, String)>
         bail!("--s3-credentials {shown}: no file in it");
     }
     Ok(settings)
-}
-
-/// Removes staged files from a directory and those below: object_store writes to `NAME#NUMBER` and
-/// renames.
-pub fn sweep(directory: &Path) -> Result<()> {
-    let shown = || format!("list {}", directory.display());
-    if !directory.exists() {
-        return Ok(());
-    }
-    for entry in directory.read_dir().with_context(shown)? {
-        let entry = entry.with_context(shown)?;
-        let (path, name) = (entry.path(), entry.file_name());
-        if entry.file_type().with_context(shown)?.is_dir() {
-            sweep(&path)?;
-            // An empty directory is all that is left of a backup; one that is not empty stays.
-            let _ = std::fs::remove_dir(&path);
-            continue;
-        }
-        let name = name.to_string_lossy();
-        let is_number =
-            |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        if name.rsplit_once('#').is_some_and(|(_, number)| is_number(number)) {
-            std::fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,16 +1,24 @@
-//! Encryption with a key file: ChaCha20-Poly1305, with a key for each directory of the repository
-//! that HKDF-SHA256 derives from the file, so that no key seals so many objects that random nonces
-//! could repeat.
+//! Encryption with key files. A repository has a random master key, from which HKDF-SHA256 derives
+//! a key for each attempt to write a backup, so that no key seals so many objects that random nonces
+//! could repeat. The master key is stored once for each key file, sealed with it ([`Slot`]).
+//!
+//! Two writers that make a repository at the same time make two master keys. Both stay, and each
+//! object opens with one of them; new backups use the one with the smaller id.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use ring::hkdf::{HKDF_SHA256, Prk, Salt};
+use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
+use serde::{Deserialize, Serialize};
+
+use crate::backup::document::VERSION;
 
 const MIN_KEY_BYTES: usize = 32;
 const MAX_KEY_BYTES: u64 = 64 << 10;
+const MASTER_BYTES: usize = 32;
 
 /// The secret of a key file. It does not print.
 #[derive(Clone)]
@@ -42,32 +50,141 @@ impl KeyFile {
         Ok(Self(bytes))
     }
 
-    /// The secret of one repository.
-    pub fn secret(&self, repository_id: &str) -> Secret {
-        Secret(Salt::new(HKDF_SHA256, repository_id.as_bytes()).extract(&self.0))
+    fn secret(&self) -> Secret {
+        Secret::new(b"csi-loopback key file", &self.0)
+    }
+
+    /// By which the slots of this key file are found. It reveals nothing of the key.
+    pub fn id(&self) -> Result<String> {
+        let mut id = [0; 8];
+        self.secret().expand("id", &mut id)?;
+        Ok(hex(&id))
     }
 }
 
-/// From which the keys of a repository are derived.
+/// A master key, sealed with a key file.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Slot {
+    pub version: u32,
+    /// Id of the master key.
+    pub master: String,
+    /// Id of the key file.
+    pub key: String,
+    /// When the slot was made, in UTC.
+    pub created: String,
+    /// In hex.
+    sealed: String,
+}
+
+/// A master key.
 #[derive(Clone)]
-pub struct Secret(Prk);
+pub struct Master([u8; MASTER_BYTES]);
+
+impl Master {
+    /// A new one.
+    pub fn generate() -> Result<(String, Self)> {
+        let (mut id, mut bytes) = ([0; 8], [0; MASTER_BYTES]);
+        for part in [&mut id[..], &mut bytes[..]] {
+            getrandom::fill(part).map_err(|error| anyhow!("get random bytes: {error}"))?;
+        }
+        Ok((hex(&id), Self(bytes)))
+    }
+
+    pub fn slot(&self, id: &str, file: &KeyFile, created: String) -> Result<Slot> {
+        let sealed = file.secret().key("slot")?.seal(id, self.0.to_vec())?;
+        let (master, key) = (id.to_owned(), file.id()?);
+        Ok(Slot { version: VERSION, master, key, created, sealed: hex(&sealed) })
+    }
+
+    /// # Errors
+    /// The slot was sealed with another key file, or is damaged.
+    pub fn open(slot: &Slot, file: &KeyFile) -> Result<Self> {
+        let sealed = from_hex(&slot.sealed).context("the slot is damaged")?;
+        let opened = file.secret().key("slot")?.open(&slot.master, sealed)?;
+        let master = opened.try_into().map_err(|_| anyhow!("the slot is damaged"))?;
+        Ok(Self(master))
+    }
+
+    fn secret(&self) -> Secret {
+        Secret::new(b"csi-loopback master key", &self.0)
+    }
+}
+
+/// The master keys of an open repository, by id.
+#[derive(Clone, Default)]
+pub struct Masters(pub BTreeMap<String, Master>);
+
+impl Masters {
+    /// The keys of an attempt; the first one seals.
+    pub fn keys(&self, directory: &str) -> Result<Option<Keys>> {
+        let keys = self.0.values().map(|master| master.secret().key(directory));
+        let keys = keys.collect::<Result<Vec<_>>>()?;
+        Ok((!keys.is_empty()).then_some(Keys(keys)))
+    }
+}
+
+/// From which keys are derived.
+struct Secret(Prk);
+
+/// Bytes of this number from HKDF.
+struct Length(usize);
+
+impl KeyType for Length {
+    fn len(&self) -> usize {
+        self.0
+    }
+}
 
 impl Secret {
-    pub fn key(&self, directory: &str) -> Result<Key> {
-        let info = [directory.as_bytes()];
+    fn new(salt: &[u8], bytes: &[u8]) -> Self {
+        Self(Salt::new(HKDF_SHA256, salt).extract(bytes))
+    }
+
+    fn key(&self, purpose: &str) -> Result<Key> {
+        let info = [purpose.as_bytes()];
         let okm = self.0.expand(&info, &CHACHA20_POLY1305);
-        let okm = okm.map_err(|_| anyhow!("derive a key for {directory}"))?;
+        let okm = okm.map_err(|_| anyhow!("derive a key for {purpose}"))?;
         Ok(Key(LessSafeKey::new(UnboundKey::from(okm))))
+    }
+
+    fn expand(&self, purpose: &str, out: &mut [u8]) -> Result<()> {
+        let info = [purpose.as_bytes()];
+        let okm = self.0.expand(&info, Length(out.len()));
+        let filled = okm.and_then(|okm| okm.fill(out));
+        filled.map_err(|_| anyhow!("derive {purpose}"))
+    }
+}
+
+/// The keys of an attempt, one for each master key.
+pub struct Keys(Vec<Key>);
+
+impl Keys {
+    pub fn seal(&self, path: &str, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.0.first().context("there is no key")?.seal(path, bytes)
+    }
+
+    /// # Errors
+    /// Not a byte was sealed with one of the keys at this path, or one was changed since.
+    pub fn open(&self, path: &str, mut sealed: Vec<u8>) -> Result<Vec<u8>> {
+        let Some((last, others)) = self.0.split_last() else { bail!("there is no key") };
+        for key in others {
+            if let Ok(opened) = key.open(path, sealed.clone()) {
+                return Ok(opened);
+            }
+        }
+        sealed = last.open(path, sealed)?;
+        Ok(sealed)
     }
 }
 
 /// The key of a directory.
-pub struct Key(LessSafeKey);
+struct Key(LessSafeKey);
 
 impl Key {
     /// The sealed form: nonce, ciphertext, tag. `path` is bound to it: at another path it does not
     /// open.
-    pub fn seal(&self, path: &str, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
+    fn seal(&self, path: &str, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
         let mut nonce = [0; NONCE_LEN];
         getrandom::fill(&mut nonce).map_err(|error| anyhow!("get random bytes: {error}"))?;
         let aad = Aad::from(path.as_bytes());
@@ -81,9 +198,7 @@ impl Key {
         Ok(out)
     }
 
-    /// # Errors
-    /// Not a byte was sealed with this key at this path, or one was changed since.
-    pub fn open(&self, path: &str, mut sealed: Vec<u8>) -> Result<Vec<u8>> {
+    fn open(&self, path: &str, mut sealed: Vec<u8>) -> Result<Vec<u8>> {
         let damaged = || anyhow!("{path} is damaged, or sealed with another key");
         let (nonce, _) = sealed.split_first_chunk::<NONCE_LEN>().ok_or_else(damaged)?;
         let nonce = Nonce::assume_unique_for_key(*nonce);
@@ -95,39 +210,62 @@ impl Key {
     }
 }
 
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Result<Vec<u8>> {
+    ensure!(text.len().is_multiple_of(2), "it has an odd number of digits");
+    let digits = text.as_bytes().chunks(2);
+    let byte = |digits: &[u8]| Ok(u8::from_str_radix(std::str::from_utf8(digits)?, 16)?);
+    digits.map(byte).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn key(secret: &[u8], repository: &str, directory: &str) -> Key {
-        KeyFile(secret.to_vec()).secret(repository).key(directory).unwrap()
+    fn keys(masters: &[u8], directory: &str) -> Keys {
+        let master = |byte: &u8| (format!("{byte:016x}"), Master([*byte; MASTER_BYTES]));
+        Masters(masters.iter().map(master).collect()).keys(directory).unwrap().unwrap()
     }
 
     #[test]
     fn only_the_same_key_and_path_open_a_sealed_object() {
-        let secret = [7; 32];
-        let sealed = key(&secret, "r", "d").seal("d/p", b"data".to_vec()).unwrap();
+        let sealed = keys(&[7], "d").seal("d/p", b"data".to_vec()).unwrap();
         assert_eq!(sealed.len() as u64, 4 + NONCE_LEN as u64 + 16);
-        let open = |secret: &[u8], repository, directory, path| {
-            key(secret, repository, directory).open(path, sealed.clone())
-        };
-        assert_eq!(open(&secret, "r", "d", "d/p").unwrap(), b"data");
-        assert!(open(&[8; 32], "r", "d", "d/p").is_err());
-        assert!(open(&secret, "s", "d", "d/p").is_err());
-        assert!(open(&secret, "r", "e", "d/p").is_err());
-        assert!(open(&secret, "r", "d", "d/q").is_err());
+        let open =
+            |masters: &[u8], directory, path| keys(masters, directory).open(path, sealed.clone());
+        for masters in [&[7][..], &[7, 8], &[6, 7]] {
+            assert_eq!(open(masters, "d", "d/p").unwrap(), b"data");
+        }
+        assert!(open(&[8], "d", "d/p").is_err());
+        assert!(open(&[7], "e", "d/p").is_err());
+        assert!(open(&[7], "d", "d/q").is_err());
     }
 
     #[test]
     fn any_changed_byte_of_a_sealed_object_is_found() {
-        let key = key(&[7; 32], "r", "d");
-        let sealed = key.seal("p", b"some data".to_vec()).unwrap();
+        let keys = keys(&[7], "d");
+        let sealed = keys.seal("p", b"some data".to_vec()).unwrap();
         for at in 0..sealed.len() {
             let mut changed = sealed.clone();
             changed[at] ^= 1;
-            assert!(key.open("p", changed).is_err(), "{at}");
+            assert!(keys.open("p", changed).is_err(), "{at}");
         }
-        assert!(key.open("p", sealed[..5].to_vec()).is_err());
+        assert!(keys.open("p", sealed[..5].to_vec()).is_err());
+    }
+
+    #[test]
+    fn each_key_file_opens_its_slot_of_a_master_key() {
+        let (id, master) = Master::generate().unwrap();
+        let [one, two] = [1, 2].map(|byte| KeyFile(vec![byte; 32]));
+        assert_ne!(one.id().unwrap(), two.id().unwrap());
+        let slot = master.slot(&id, &one, String::new()).unwrap();
+        assert_eq!(Master::open(&slot, &one).unwrap().0, master.0);
+        assert!(Master::open(&slot, &two).is_err());
+        let other = Slot { master: "0".to_owned(), ..slot };
+        assert!(Master::open(&other, &one).is_err());
     }
 
     #[test]

@@ -1,46 +1,46 @@
-//! Objects by path, for all kinds of repository. A path is relative to the repository.
+//! Objects by path, for all kinds of repository. A path is relative to the repository. Every
+//! operation that changes something is one request: no multipart upload, which no list shows.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result};
 use object_store::path::Path;
-use object_store::{Error, ObjectStore, ObjectStoreExt, PutMode, PutOptions};
+use object_store::{Error, ObjectStore, ObjectStoreExt};
 use tokio_stream::StreamExt;
+
+use crate::fail_point::hit;
 
 /// Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Store {
     objects: Arc<dyn ObjectStore>,
+    /// Of a repository in a directory.
+    root: Option<PathBuf>,
 }
 
 /// An object of a list.
 #[derive(Debug)]
 pub struct Listed {
     pub path: String,
+    pub size: u64,
+    /// By the clock of the store.
     pub modified: SystemTime,
 }
 
 impl Store {
-    pub fn new(objects: Arc<dyn ObjectStore>) -> Self {
-        Self { objects }
+    pub fn new(objects: Arc<dyn ObjectStore>, root: Option<PathBuf>) -> Self {
+        Self { objects, root }
     }
 
-    /// Writes an object, or replaces it. Durable and whole when this returns.
+    /// Writes an object. Durable and whole when this returns.
     pub async fn put(&self, path: &str, bytes: Vec<u8>) -> Result<()> {
+        hit("backup.put")?;
         let at = Path::from(path);
         let put = self.objects.put(&at, bytes.into());
-        put.await.map(|_| ()).with_context(|| format!("write {path}"))
-    }
-
-    /// Writes an object that must not exist. Returns `false` if it does.
-    pub async fn create(&self, path: &str, bytes: Vec<u8>) -> Result<bool> {
-        let options = PutOptions::from(PutMode::Create);
-        match self.objects.put_opts(&Path::from(path), bytes.into(), options).await {
-            Ok(_) => Ok(true),
-            Err(Error::AlreadyExists { .. }) => Ok(false),
-            Err(error) => Err(error).with_context(|| format!("create {path}")),
-        }
+        put.await.map(|_| ()).with_context(|| format!("write {path}"))?;
+        Ok(hit("backup.was_put")?)
     }
 
     /// The bytes of an object; `None` if there is none. An object larger than `limit` bytes is an
@@ -64,56 +64,79 @@ impl Store {
         Ok(bytes.with_context(|| format!("read {length} bytes of {path} at {offset}"))?.into())
     }
 
-    /// The objects whose path begins with `directory/`.
-    pub async fn list(&self, directory: &str) -> Result<Vec<Listed>> {
-        let path = Path::from(directory);
-        let mut objects = self.objects.list(Some(&path));
+    /// The objects whose path begins with `directory/`; all without one.
+    pub async fn list(&self, directory: Option<&str>) -> Result<Vec<Listed>> {
+        let path = directory.map(Path::from);
+        let mut objects = self.objects.list(path.as_ref());
         let mut listed = Vec::new();
         while let Some(object) = objects.next().await {
-            let object = object.with_context(|| format!("list {directory}"))?;
+            let shown = directory.unwrap_or("the repository");
+            let object = object.with_context(|| format!("list {shown}"))?;
             listed.push(Listed {
                 path: object.location.to_string(),
+                size: object.size,
                 modified: object.last_modified.into(),
             });
         }
         Ok(listed)
     }
 
-    /// The names that follow `directory/` in the paths of objects, up to the next `/`.
-    pub async fn directories(&self, directory: &str) -> Result<Vec<String>> {
-        let listed = self.objects.list_with_delimiter(Some(&Path::from(directory))).await;
-        let listed = listed.with_context(|| format!("list {directory}"))?;
-        let name = |path: &Path| path.filename().map(str::to_owned);
-        Ok(listed.common_prefixes.iter().filter_map(name).collect())
-    }
-
-    /// Whether there is any object, of whatever path.
-    pub async fn is_empty(&self) -> Result<bool> {
-        match self.objects.list(None).next().await {
-            None => Ok(true),
-            Some(first) => first.map(|_| false).context("list the repository"),
-        }
-    }
-
     /// Removes an object, if it exists.
     pub async fn delete(&self, path: &str) -> Result<()> {
+        hit("backup.delete")?;
         match self.objects.delete(&Path::from(path)).await {
-            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+            Ok(()) | Err(Error::NotFound { .. }) => Ok(hit("backup.deleted")?),
             Err(error) => Err(error).with_context(|| format!("delete {path}")),
         }
     }
 
     /// Removes all objects below `directory/`, as many at once as the store can.
     pub async fn delete_all(&self, directory: &str) -> Result<()> {
+        hit("backup.delete")?;
         let paths = self.objects.list(Some(&Path::from(directory)));
         let paths = paths.map(|object| object.map(|object| object.location));
         let mut deleted = self.objects.delete_stream(Box::pin(paths));
         while let Some(outcome) = deleted.next().await {
             match outcome {
-                Ok(_) | Err(Error::NotFound { .. }) => {}
+                Ok(_) | Err(Error::NotFound { .. }) => hit("backup.deleted")?,
                 Err(error) => return Err(error).with_context(|| format!("delete {directory}")),
             }
         }
-        Ok(())
+        let Some(root) = &self.root else { return Ok(()) };
+        // With the files that a killed process was writing, which no list shows.
+        match std::fs::remove_dir_all(root.join(directory)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("remove {directory}"))
+            }
+            _ => Ok(()),
+        }
     }
+
+    /// Removes files of the directory `directory` that killed processes were writing, and
+    /// directories without an object, unless they are newer than `age` at `now`.
+    pub fn sweep(&self, directory: &str, known: impl Fn(&str) -> bool, before: SystemTime) {
+        let Some(root) = &self.root else { return };
+        let Ok(entries) = root.join(directory).read_dir() else { return };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_old = entry.metadata().and_then(|meta| meta.modified());
+            if !is_old.is_ok_and(|modified| modified < before) {
+                continue;
+            }
+            // What cannot be removed is found again by the next prune.
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                if !known(&name) {
+                    let _ = std::fs::remove_dir_all(entry.path());
+                }
+            } else if is_staged(&name) {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+    }
+}
+
+/// Whether object_store writes to such a file before it renames it: `NAME#NUMBER`.
+fn is_staged(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    name.rsplit_once('#').is_some_and(|(_, number)| is_number(number))
 }

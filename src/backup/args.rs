@@ -34,6 +34,9 @@ pub struct RepositoryArgs {
     /// Directory with a file per S3 setting, such as AWS_REGION [default: the environment]
     #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub s3_credentials: Option<PathBuf>,
+    /// Accept a network filesystem whose lists may be stale: no other machine writes to it
+    #[arg(long, help_heading = HEADING)]
+    pub one_machine: bool,
     #[command(flatten)]
     pub mover: MoverArgs,
 }

@@ -124,6 +124,7 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
         }
         BackupCommand::Prune { repository, keep_last, keep_within, remove_last, dry_run } => {
             let rules = prune::Rules { keep_last, keep_within, remove_last };
+            repository.repository.check_lists(repository.one_machine || dry_run)?;
             prune_command(&options, &stop, &open(&repository, false).await?, rules, dry_run).await
         }
         BackupCommand::Copy { backups, repository, to } => {
@@ -134,7 +135,10 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
 }
 
 async fn open(args: &RepositoryArgs, create: bool) -> Result<Repository> {
-    let RepositoryArgs { repository, key_file, s3_credentials, .. } = args;
+    let RepositoryArgs { repository, key_file, s3_credentials, one_machine, .. } = args;
+    if create {
+        repository.check_lists(*one_machine)?;
+    }
     Repository::open(repository, create, key_file.as_deref(), s3_credentials.as_deref()).await
 }
 
@@ -148,6 +152,7 @@ async fn open_both(from: &RepositoryArgs, to: &CopyTo) -> Result<(Repository, Re
     let source = credentials(&from.repository, &to.to);
     let source = Repository::open(&from.repository, false, key, source).await?;
     let key = to.to_key_file.as_deref();
+    to.to.check_lists(from.one_machine)?;
     let target = credentials(&to.to, &from.repository);
     let target = Repository::open(&to.to, true, key, target).await?;
     Ok((source, target))

@@ -155,7 +155,8 @@ pub fn describe(error: &anyhow::Error) -> String {
     for cause in error.chain() {
         append_cause(&mut text, &cause.to_string());
     }
-    text
+    // A server, a repository or a name may have chosen parts of it.
+    super::format::printable(&text)
 }
 
 fn append_cause(text: &mut String, cause: &str) {

@@ -47,6 +47,7 @@ pub struct Mover<'m> {
     namespace: &'m str,
     flags: &'m MoverArgs,
     repository: &'m Location,
+    one_machine: bool,
     options: &'m Options,
     stop: &'m Stop,
 }
@@ -59,13 +60,14 @@ impl<'m> Mover<'m> {
         stop: &'m Stop,
         args: &'m RepositoryArgs,
     ) -> Result<Self> {
-        let RepositoryArgs { repository, key_file, s3_credentials, mover } = args;
+        let RepositoryArgs { repository, key_file, s3_credentials, one_machine, mover } = args;
         let namespace = mover.namespace.as_deref().context("--namespace is missing")?;
         check_reachable("--repository", repository)?;
         check_unset("--key-file", key_file.as_deref(), "--key-secret")?;
         check_unset("--s3-credentials", s3_credentials.as_deref(), "--s3-secret")?;
         let client = stop.wait(cluster::connect(mover.kubeconfig.as_deref())).await?;
-        Ok(Self { client, namespace, flags: mover, repository, options, stop })
+        let one_machine = *one_machine;
+        Ok(Self { client, namespace, flags: mover, repository, one_machine, options, stop })
     }
 
     /// Runs a command that needs only repositories; returns what the pod printed.
@@ -138,6 +140,8 @@ impl<'m> Mover<'m> {
     /// Runs one command in a pod, and removes the Job in any case.
     pub async fn run(&self, work: Work<'_>) -> Result<String> {
         let name = new_name()?;
+        let mut work = work;
+        work.args.extend(self.one_machine.then(|| "--one-machine".to_owned()));
         let job = job::job(&name, self.flags, self.repository, &work)?;
         let what = self.what(&name);
         let outcome = async {

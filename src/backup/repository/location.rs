@@ -93,6 +93,24 @@ impl Location {
         Ok(Self::Claim { name, path: path.to_owned() })
     }
 
+    /// # Errors
+    /// A directory is on a filesystem whose clients cache what a directory holds, so a list may lack
+    /// what another machine has put. Writers and prunes rely on lists.
+    pub fn check_lists(&self, is_only_machine: bool) -> Result<()> {
+        let Self::Directory(path) = self else { return Ok(()) };
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        // A directory that is made later is on the filesystem of the first one that exists.
+        let path = std::path::absolute(path)?;
+        let existing = path.ancestors().find_map(|path| path.canonicalize().ok());
+        match existing.and_then(|path| cached_filesystem(&mounts, &path)) {
+            Some(kind) if !is_only_machine => bail!(
+                "--repository {self} is on {kind}, whose lists may be stale; mount it with \
+                 actimeo=0, or set --one-machine if no other machine writes to the repository"
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// Opens the store. A missing directory is made if `create` is set, readable by its owner
     /// alone.
     ///
@@ -123,6 +141,24 @@ impl Location {
             }
         }
     }
+}
+
+/// The type of the network filesystem that holds a path, if its clients cache directories.
+fn cached_filesystem(mountinfo: &str, path: &Path) -> Option<String> {
+    const CACHED: [&str; 8] = ["nfs", "nfs4", "cifs", "smb3", "9p", "afs", "coda", "fuse"];
+    let mounts = mountinfo.lines().filter_map(|line| {
+        let (mount, filesystem) = line.split_once(" - ")?;
+        let point = PathBuf::from(mount.split(' ').nth(4)?.replace("\\040", " "));
+        let mut fields = filesystem.split(' ');
+        let (kind, options) = (fields.next()?, fields.nth(1).unwrap_or_default());
+        path.starts_with(&point).then(|| (point.as_os_str().len(), kind, options.to_owned()))
+    });
+    // The last of several at one place is on top.
+    let (_, kind, options) = mounts.max_by_key(|(length, ..)| *length)?;
+    let is_cached = CACHED.contains(&kind) || kind.starts_with("fuse.");
+    let off = ["noac", "actimeo=0", "acdirmax=0"];
+    let is_off = options.split(',').any(|option| off.contains(&option));
+    (is_cached && !is_off).then(|| kind.to_owned())
 }
 
 /// The environment (`AWS_*`) is the configuration; files of the same names, as a mounted Secret has
@@ -199,6 +235,22 @@ mod tests {
             ["", "s3://", "s3:///p", "gs://b", "http://h/p", "claim:", "claim:A", "claim:c/../d"];
         for wrong in wrong {
             assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_filesystem_that_caches_directories_is_recognised() {
+        let mounts = "\
+            22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
+            30 22 0:40 / /nfs rw shared:2 - nfs4 host:/x rw,vers=4.2,acdirmax=60\n\
+            31 30 0:41 / /nfs/fresh rw - nfs host:/y rw,acregmin=0,acdirmax=0\n\
+            32 22 0:42 / /with\\040blank rw - fuse.sshfs host: rw\n\
+            33 22 0:43 / /ceph rw - ceph host: rw\n";
+        let found = |path: &str| cached_filesystem(mounts, Path::new(path));
+        assert_eq!(found("/nfs/a/b").as_deref(), Some("nfs4"));
+        assert_eq!(found("/with blank/a").as_deref(), Some("fuse.sshfs"));
+        for fine in ["/nfs/fresh/a", "/ceph/a", "/home", "/nfsd"] {
+            assert_eq!(found(fine), None, "{fine}");
         }
     }
 

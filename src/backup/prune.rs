@@ -167,7 +167,7 @@ fn with_needed(inventory: &Inventory, mut kept: HashSet<BackupId>) -> HashSet<Ba
 }
 
 impl Plan {
-    /// What the protocol is told: on what the removal relies, and what belongs together.
+    /// The plan of the protocol: also on what the removal relies, and what belongs together.
     fn for_protocol(&self, inventory: &Inventory) -> protocol::Plan<String> {
         let mut plan = protocol::Plan::default();
         plan.targets.extend(self.remove.iter().chain(&self.unfinished).map(ToString::to_string));

@@ -36,6 +36,9 @@ pub async fn verify(
         if let Err(error) = inventory.chain(backup) {
             report.problems.push(format!("{error:#}"));
         }
+        if let Err(error) = repository.check_intents(inventory, backup).await {
+            report.problems.push(format!("backup {}: {error:#}", backup.id));
+        }
         let read = contents(repository, backup, stop, &mut report, total);
         if let Err(error) = read.await {
             stop.check()?;

@@ -115,6 +115,20 @@ impl Repository {
         Ok(Some(intent))
     }
 
+    /// Reads the intents of what a backup consists of. A restore does not need them.
+    ///
+    /// # Errors
+    /// One is missing or damaged.
+    pub async fn check_intents(&self, inventory: &Inventory, backup: &Manifest) -> Result<()> {
+        for part in &backup.parts {
+            let found = inventory.listing.attempts.get(&part.attempt);
+            for references in found.map(|found| &found.intents).into_iter().flatten() {
+                self.intent(&part.attempt, references).await?;
+            }
+        }
+        Ok(())
+    }
+
     /// What an attempt refers to, which the name of its intent says.
     pub fn references(&self, intent: &Intent) -> References {
         References {

@@ -181,7 +181,7 @@ impl Listing {
         self.marks.keys().any(|(on, _)| on == id.as_str())
     }
 
-    /// Whether all objects of a backup exist with their sizes; its base is not looked at.
+    /// Whether all objects of a backup exist with their sizes, without those of its base.
     pub fn is_whole(&self, backup: &Manifest) -> bool {
         let mut begin = 0;
         let has_part = |part: &Part| {

@@ -179,8 +179,7 @@ impl Repository {
     }
 }
 
-/// Whether a backup and all that it counts from have all of their objects. `alone`: what it counts
-/// from is not looked at.
+/// Whether a backup and all that it counts from have all of their objects. `alone`: only the backup.
 fn is_whole(id: &str, backups: &BTreeMap<&str, &Manifest>, listing: &Listing, alone: bool) -> bool {
     let mut at = Some(id);
     // No chain is longer than all backups.

@@ -1,5 +1,6 @@
 //! `backup` and `restore` through the real binary, against a real driver.
 
+mod bad_days;
 mod clock;
 mod damage;
 mod killed;

@@ -235,10 +235,10 @@ fn a_copy_restores_and_may_have_another_key() {
         copy.repository[3] = path(&key).to_owned();
         copy.verify();
         copy.restores("b");
-        let ids = |list: &[serde_json::Value]| {
-            list.iter().map(|one| one["id"].clone()).collect::<Vec<_>>()
+        let snapshots = |list: &[serde_json::Value]| {
+            list.iter().map(|one| one["snapshot_id"].clone()).collect::<Vec<_>>()
         };
-        assert_eq!(ids(&copy.list()), ids(&listed));
+        assert_eq!(snapshots(&copy.list()), snapshots(&listed));
         // Not even names are readable in it.
         for file in files(&to).iter().filter(|file| file.ends_with("manifest")) {
             let bytes = fs::read(file).unwrap();

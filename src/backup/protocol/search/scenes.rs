@@ -157,7 +157,7 @@ fn scenes() -> Vec<Scene> {
             &[&[B, K, X, Y]],
         ),
         scene(
-            "an attempt is continued, pruned and goes on",
+            "an attempt is continued and pruned, and continues",
             vec![
                 writer(X, &[FULL, from(B)]),
                 writer(Y, &[after(X), (Some(B), Some(X))]),

@@ -3,7 +3,7 @@
 
 use std::time::SystemTime;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 
 use super::document::VERSION;
 use super::manifest::{BackupId, Intent, Manifest, Subject};
@@ -154,7 +154,9 @@ pub async fn exist(
 ) -> Result<bool> {
     let mut chains = Vec::new();
     for backup in backups {
-        ensure!(inventory.is_sound(backup), "backup {} is damaged", backup.id);
+        if !inventory.is_sound(backup) {
+            return Ok(false);
+        }
         chains.extend(inventory.chain(backup)?);
     }
     let ids: Vec<_> = backups.iter().map(|backup| &backup.id).collect();

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use super::group;
 use super::manifest::{BackupId, Manifest};
 use super::repository::{Inventory, Repository};
+use super::{attempt, group};
 use crate::client::{Output, format};
 use crate::quantity;
 
@@ -35,6 +35,8 @@ pub struct Entry {
     full_because: Option<String>,
     group_snapshot: Option<String>,
     group_snapshot_id: Option<String>,
+    /// Why it cannot be restored, or be a base.
+    problem: Option<String>,
     /// Whether all members of its set exist; a backup outside of a set has no value.
     group_complete: Option<bool>,
 }
@@ -62,6 +64,7 @@ impl Entry {
             base_snapshot_id: base.map(|base| base.snapshot_id.clone()),
             base_expires: base.and_then(|base| base.expires.clone()),
             full_because: subject.full_because.clone(),
+            problem: inventory.problem(backup),
             group_snapshot: group.map(|group| group.group_snapshot.clone()),
             group_snapshot_id: group.map(|group| group.group_snapshot_id.clone()),
             group_complete: group.map(|group| group::is_complete(inventory, group)),
@@ -80,6 +83,9 @@ impl Entry {
                 },
             ),
         ];
+        if let Some(problem) = &self.problem {
+            facts.push(("problem", format::cell(problem)));
+        }
         if let Some(because) = &self.full_because {
             facts.push(("because", format::cell(because)));
         }
@@ -132,6 +138,11 @@ pub async fn set(repository: &Repository, reference: &str, output: Output) -> Re
     let inventory = repository.inventory().await?;
     let backups = group::find(&inventory, reference)?;
     backups.iter().try_for_each(|backup| inventory.chain(backup).map(drop))?;
+    // Others rely on this to know that a set is complete.
+    ensure!(
+        attempt::exist(repository, &inventory, &backups).await?,
+        "a prune removes members of the set {reference:?}, or they are damaged"
+    );
     let entries: Vec<_> = backups.iter().map(|backup| Entry::new(backup, &inventory)).collect();
     format::print_rows(output, &entries, |entries| {
         entries.iter().map(|entry| entry.facts([])).collect::<Vec<_>>().join("\n\n")
@@ -151,6 +162,10 @@ fn table<U>(entries: &[Entry], unfinished: &[(BackupId, U)]) -> String {
             let kind = match position {
                 0 => "full".to_owned(),
                 position => format!("incremental {position}"),
+            };
+            let kind = match &entry.problem {
+                Some(_) => format!("{kind}, damaged"),
+                None => kind,
             };
             [
                 entry.id.clone(),

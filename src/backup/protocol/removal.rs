@@ -179,13 +179,14 @@ impl<I: Id> Plan<I> {
     }
 }
 
-/// So that a prune that is killed leaves no backup without its base.
+/// So that a prune that is killed leaves no backup without its base. Newer ones go first.
 fn referrers_first<I: Id>(mut rest: BTreeSet<I>, intents: &BTreeMap<I, BTreeSet<I>>) -> Vec<I> {
     let mut ordered = Vec::with_capacity(rest.len());
     while !rest.is_empty() {
         let referred: BTreeSet<&I> =
             rest.iter().filter_map(|id| intents.get(id)).flatten().collect();
-        let mut next: Vec<I> = rest.iter().filter(|id| !referred.contains(id)).cloned().collect();
+        let mut next: Vec<I> =
+            rest.iter().rev().filter(|id| !referred.contains(id)).cloned().collect();
         if next.is_empty() {
             // A circle, which no writer writes.
             next.extend(rest.iter().cloned());

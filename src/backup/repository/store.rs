@@ -102,14 +102,12 @@ impl Store {
                 Err(error) => return Err(error).with_context(|| format!("delete {directory}")),
             }
         }
-        let Some(root) = &self.root else { return Ok(()) };
-        // With the files that a killed process was writing, which no list shows.
-        match std::fs::remove_dir_all(root.join(directory)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(error).with_context(|| format!("remove {directory}"))
-            }
-            _ => Ok(()),
+        if let Some(root) = &self.root {
+            // With the files that a killed process was writing, which no list shows. What a live one
+            // writes at this moment is found by a later prune.
+            let _ = std::fs::remove_dir_all(root.join(directory));
         }
+        Ok(())
     }
 
     /// Removes files of the directory `directory` that killed processes were writing, and

@@ -136,3 +136,88 @@ fn a_prune_leaves_a_backup_in_progress_alone() {
     assert_eq!((pruned["unfinished_removed"].as_array().unwrap().len(), intents()), (0, 1));
     remove_temporary(&driver);
 }
+
+/// Kills a command at its `number`th step in the repository. Returns whether it had so many.
+#[cfg(feature = "failpoints")]
+fn killed_at(rig: &Rig<'_>, arguments: &[&str], number: usize) -> bool {
+    let plans = rig.driver.scratch().join("plans");
+    fs::create_dir_all(&plans).unwrap();
+    fs::write(plans.join("plan"), format!("kill {number} backup.")).unwrap();
+    let mut command = rig.command(arguments);
+    let output = command.env("CSI_LOOPBACK_FAIL_POINTS", &plans).output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() || output.status.code().is_none(), "{error}");
+    !output.status.success()
+}
+
+/// Kills the creation of a backup, and a prune, at each step in a repository of its own.
+#[cfg(feature = "failpoints")]
+fn kills_at_every_step(rig: &mut Rig<'_>, place: &dyn Fn(&str) -> String) {
+    rig.snapshot("a", 20);
+    rig.snapshot("b", 10);
+    let mut kills = 0;
+    for number in 1.. {
+        rig.repository[1] = place(&format!("create-{number}"));
+        let create = ["backup", "create", "a"];
+        if !killed_at(rig, &create, number) {
+            break;
+        }
+        kills += 1;
+        remove_temporary(rig.driver);
+        let created = rig.json(&create)["id"].as_str().unwrap().to_owned();
+        rig.verify();
+        let target = rig.driver.scratch().join("image");
+        rig.json(&["restore", &created, "--to", path(&target)]);
+        rig.holds(&target, "a");
+        fs::remove_file(&target).unwrap();
+    }
+    for number in 1.. {
+        rig.repository[1] = place(&format!("prune-{number}"));
+        rig.create("a", &[]);
+        rig.create("b", &[]);
+        let prune = ["backup", "prune", "--keep-last", "1"];
+        if !killed_at(rig, &prune, number) {
+            break;
+        }
+        kills += 1;
+        rig.restores("b");
+        rig.json(&prune);
+        rig.verify();
+        rig.restores("b");
+        let listed = rig.list();
+        assert!(listed.len() == 1 && listed[0]["snapshot"] == "b", "{listed:?}");
+    }
+    report(&format!("{kills} kills"));
+    assert!(kills > 20, "{kills}");
+}
+
+#[test]
+#[cfg(feature = "failpoints")]
+#[ignore = "full tier"]
+fn a_kill_at_any_step_in_a_directory_loses_nothing() {
+    for key in [None, Some([7; 32])] {
+        with_driver(|driver| {
+            let mut rig = Rig::new(driver, "v", MIB);
+            rig.encrypt(key);
+            let scratch = driver.scratch().to_owned();
+            kills_at_every_step(&mut rig, &|name| path(&scratch.join(name)).to_owned());
+        });
+    }
+}
+
+#[test]
+#[cfg(feature = "failpoints")]
+#[ignore = "full tier"]
+fn a_kill_at_any_step_in_a_bucket_loses_nothing() {
+    for key in [None, Some([7; 32])] {
+        with_driver(|driver| {
+            let Some(server) = super::s3::Server::start() else { return };
+            let mut rig = Rig::new(driver, "v", MIB);
+            rig.encrypt(key);
+            rig.environment = server.environment();
+            rig.environment.push(("AWS_ACCESS_KEY_ID".to_owned(), "id".to_owned()));
+            rig.environment.push(("AWS_SECRET_ACCESS_KEY".to_owned(), "key".to_owned()));
+            kills_at_every_step(&mut rig, &|name| format!("s3://bucket/{name}"));
+        });
+    }
+}

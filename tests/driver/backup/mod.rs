@@ -48,6 +48,15 @@ impl<'d> Rig<'d> {
         }
     }
 
+    /// All commands get this key from now on.
+    fn encrypt(&mut self, key: Option<[u8; 32]>) {
+        if let Some(key) = key {
+            let file = self.driver.scratch().join("key");
+            fs::write(&file, key).unwrap();
+            self.repository.extend(["--key-file".to_owned(), path(&file).to_owned()]);
+        }
+    }
+
     fn directory(&self) -> PathBuf {
         PathBuf::from(&self.repository[1])
     }

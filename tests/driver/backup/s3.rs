@@ -12,14 +12,14 @@ use super::Rig;
 const SECRET: &str = "a-secret-that-no-output-has";
 
 /// A server that holds its buckets in memory.
-struct Server {
+pub struct Server {
     child: Child,
     address: String,
 }
 
 impl Server {
     /// Starts one; reports if the machine cannot have it.
-    fn start() -> Option<Self> {
+    pub fn start() -> Option<Self> {
         let script = format!("source {REPOSITORY}/hack/lib.sh; go_tool gofakes3");
         let output = Command::new("bash").args(["-euc", &script]).output().unwrap();
         if !output.status.success() {
@@ -43,7 +43,7 @@ impl Server {
         Some(server)
     }
 
-    fn environment(&self) -> Vec<(String, String)> {
+    pub fn environment(&self) -> Vec<(String, String)> {
         let endpoint = format!("http://{}", self.address);
         [
             ("AWS_ENDPOINT_URL", endpoint.as_str()),

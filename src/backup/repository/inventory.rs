@@ -142,14 +142,16 @@ impl Inventory {
                 || subject.snapshot == slug
                 || subject.snapshot_id == reference
         };
-        let mut named = all().filter(names);
-        match (named.next(), named.next()) {
-            (Some(only), None) => Ok(only),
-            (None, _) => {
-                bail!("no backup {reference:?} in the repository; `backup list` shows all")
-            }
-            (Some(_), Some(_)) => {
-                let ids: Vec<_> = all().filter(names).map(|backup| backup.id.as_str()).collect();
+        let mut named: Vec<_> = all().filter(names).collect();
+        // A damaged one has been replaced by a later backup of the snapshot.
+        if named.len() > 1 && named.iter().any(|backup| self.is_sound(backup)) {
+            named.retain(|backup| self.is_sound(backup));
+        }
+        match named.as_slice() {
+            [only] => Ok(only),
+            [] => bail!("no backup {reference:?} in the repository; `backup list` shows all"),
+            several => {
+                let ids: Vec<_> = several.iter().map(|backup| backup.id.as_str()).collect();
                 bail!("several backups are named {reference:?}, use an id: {}", ids.join(", "))
             }
         }

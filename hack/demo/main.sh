@@ -62,7 +62,7 @@ show snapshot map A B
 say "verifying the delta: comparing every byte of both snapshots"
 show snapshot verify A B
 say "backing up B: what changed since A"
-show backup create B --repository "$tmp/backups" --base auto
+show backup create B --repository "$tmp/backups"
 show backup list --repository "$tmp/backups"
 say "restoring B to a file, and comparing it with the snapshot"
 show restore B --repository "$tmp/backups" --to "$tmp/restored.img"

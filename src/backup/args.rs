@@ -1,13 +1,13 @@
 //! The command line of `backup` and `restore`.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::create::BaseChoice;
 use super::manifest::Group;
 use super::repository::Location;
+use super::retention::Rules;
 use crate::client::Options;
 use crate::kubernetes::name;
 
@@ -25,12 +25,15 @@ pub struct BackupArgs {
 /// Which repository, and how it opens.
 #[derive(Debug, Clone, Args)]
 pub struct RepositoryArgs {
-    /// Directory, bucket, or (in Kubernetes) PersistentVolumeClaim that holds the backups
+    /// Directory, bucket or PersistentVolumeClaim with the backups [env: CSI_LOOPBACK_REPOSITORY]
     #[arg(long, value_name = "DIR|s3://BUCKET/PREFIX|claim:NAME/PATH", help_heading = HEADING)]
-    pub repository: Location,
-    /// File with the key of an encrypted repository, at least 32 random bytes
+    pub repository: Option<Location>,
+    /// File with the key, at least 32 random bytes [env: CSI_LOOPBACK_KEY_FILE]
     #[arg(long, value_name = "FILE", help_heading = HEADING)]
     pub key_file: Option<PathBuf>,
+    /// Shell command that prints the key [env: CSI_LOOPBACK_KEY_COMMAND]
+    #[arg(long, value_name = "COMMAND", conflicts_with = "key_file", help_heading = HEADING)]
+    pub key_command: Option<String>,
     /// Directory with a file per S3 setting, such as AWS_REGION [default: the environment]
     #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub s3_credentials: Option<PathBuf>,
@@ -50,8 +53,11 @@ pub struct CopyTo {
     /// Key file of the other repository
     #[arg(long, value_name = "FILE")]
     pub to_key_file: Option<PathBuf>,
+    /// Shell command that prints the key of the other repository
+    #[arg(long, value_name = "COMMAND", conflicts_with = "to_key_file")]
+    pub to_key_command: Option<String>,
     /// Secret whose entry `key` is the key of the other repository
-    #[arg(long, requires = "namespace", conflicts_with = "to_key_file", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    #[arg(long, requires = "namespace", conflicts_with_all = ["to_key_file", "to_key_command"], value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
     pub to_key_secret: Option<String>,
 }
 
@@ -74,7 +80,7 @@ pub struct MoverArgs {
     #[arg(long, requires = "namespace", conflicts_with = "s3_credentials", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
     pub s3_secret: Option<String>,
     /// Secret whose entry `key` is the key of an encrypted repository
-    #[arg(long, requires = "namespace", conflicts_with = "key_file", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    #[arg(long, requires = "namespace", conflicts_with_all = ["key_file", "key_command"], value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
     pub key_secret: Option<String>,
     /// StorageClass of new claims [default: that of the snapshot's claim, or the cluster's]
     #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
@@ -87,12 +93,18 @@ pub struct CreateArgs {
     pub snapshot: String,
     #[command(flatten)]
     pub repository: RepositoryArgs,
-    /// Base of an incremental backup; `auto` is the newest usable one [default: none, full]
-    #[arg(long, value_parser = base, value_name = "BACKUP|auto")]
-    pub base: Option<BaseChoice>,
+    /// Base of an incremental backup; `auto`: the newest usable one, else a full backup
+    #[arg(long, value_parser = base, value_name = "BACKUP|auto", default_value = "auto")]
+    pub base: BaseChoice,
+    /// Back up all data, and not only what changed since the base
+    #[arg(long, conflicts_with = "base")]
+    pub full: bool,
     /// Back up all snapshots of a group snapshot as one set
     #[arg(long, conflicts_with = "source")]
     pub group: bool,
+    /// Remove a repository of format 1 with its backups, and make a new one in its place
+    #[arg(long, help_heading = HEADING)]
+    pub replace_format_1: bool,
     /// Device with the data of the VolumeSnapshot, instead of a mover pod
     #[arg(long, requires = "namespace", value_name = "DEVICE", help_heading = KUBERNETES)]
     pub source: Option<PathBuf>,
@@ -104,12 +116,29 @@ pub struct CreateArgs {
     pub set: Option<Group>,
 }
 
+impl CreateArgs {
+    pub fn base(&self) -> &BaseChoice {
+        if self.full { &BaseChoice::None } else { &self.base }
+    }
+
+    /// What the command of a mover pod gets, too.
+    pub fn flags_for_pod(&self) -> Vec<String> {
+        let base = match self.base() {
+            BaseChoice::None => "--full".to_owned(),
+            BaseChoice::Auto => "--base=auto".to_owned(),
+            BaseChoice::Backup(backup) => format!("--base={backup}"),
+        };
+        let replace = self.replace_format_1.then(|| "--replace-format-1".to_owned());
+        [base].into_iter().chain(replace).collect()
+    }
+}
+
 #[derive(Debug, Subcommand)]
 pub enum BackupCommand {
-    /// Back up a snapshot: all of its data, or what changed since an earlier backup
+    /// Back up a snapshot: what changed since the newest backup, or all of its data
     #[command(after_help = "Examples:
   csi-loopback backup create monday --repository /backups
-  csi-loopback backup create tuesday --repository /backups --base auto
+  csi-loopback backup create tuesday --repository /backups --full
   csi-loopback backup create nightly --namespace shop --repository claim:backups
   csi-loopback backup create nightly --group --namespace shop --repository claim:backups")]
     Create(CreateArgs),
@@ -146,17 +175,26 @@ pub enum BackupCommand {
     },
     /// Remove backups that no rule keeps and no kept backup needs
     #[command(after_help = "Example:
-  csi-loopback backup prune --repository /backups --keep-last 7 --keep-within 30days")]
+  csi-loopback backup prune --repository /backups --keep-daily 7 --keep-monthly 12 --dry-run")]
     Prune {
         #[command(flatten)]
         repository: RepositoryArgs,
-        /// Keep the newest N backups of each volume
-        #[arg(long, value_name = "N", required_unless_present = "keep_within")]
-        keep_last: Option<usize>,
-        /// Keep backups that are not older than this
-        #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
-        keep_within: Option<Duration>,
-        /// Let --keep-last 0 remove the last restorable backup of a volume
+        #[command(flatten)]
+        rules: Rules,
+        /// Show what would be removed, and remove nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Remove backups that no other backup needs
+    #[command(after_help = "Example:
+  csi-loopback backup delete 20261126T010203004Z-9f --repository /backups --dry-run")]
+    Delete {
+        /// Ids, the beginnings of ids, or snapshots
+        #[arg(required = true)]
+        backups: Vec<String>,
+        #[command(flatten)]
+        repository: RepositoryArgs,
+        /// Also remove the last restorable backup of a volume
         #[arg(long)]
         remove_last: bool,
         /// Show what would be removed, and remove nothing
@@ -175,14 +213,64 @@ pub enum BackupCommand {
         #[command(flatten)]
         to: CopyTo,
     },
+    /// Show, add and remove the keys of an encrypted repository
+    Key {
+        #[command(subcommand)]
+        command: KeyCommand,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum KeyCommand {
+    /// List the keys that open the repository
+    #[command(after_help = "Example:
+  csi-loopback backup key list --repository /backups --key-file old.key")]
+    List {
+        #[command(flatten)]
+        repository: RepositoryArgs,
+    },
+    /// Add a key that opens the repository
+    #[command(after_help = "Example:
+  csi-loopback backup key add --repository /backups --key-file old.key --new-key-file new.key")]
+    Add {
+        #[command(flatten)]
+        repository: RepositoryArgs,
+        #[command(flatten)]
+        new: NewKey,
+    },
+    /// Remove a key; at least one other must remain
+    #[command(after_help = "Example:
+  csi-loopback backup key remove 1f2e3d4c5b6a7988 --repository /backups --key-file new.key")]
+    Remove {
+        /// Id of the key, as `backup key list` prints it
+        key: String,
+        #[command(flatten)]
+        repository: RepositoryArgs,
+    },
+}
+
+/// The key to add.
+#[derive(Debug, Clone, Args)]
+#[group(required = true, multiple = false)]
+pub struct NewKey {
+    /// File with the new key, at least 32 random bytes
+    #[arg(long, value_name = "FILE")]
+    pub new_key_file: Option<PathBuf>,
+    /// Shell command that prints the new key
+    #[arg(long, value_name = "COMMAND")]
+    pub new_key_command: Option<String>,
+    /// Secret whose entry `key` is the new key
+    #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
+    pub new_key_secret: Option<String>,
 }
 
 impl BackupCommand {
     /// The same command for a mover pod, without its repositories: `None` for `create`, whose pod
     /// has other arguments.
     pub fn for_pod(&self) -> Option<ForPod<'_>> {
-        let mut args = vec!["backup".to_owned()];
-        let mut copy_to = None;
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+        let mut args: Vec<String> = words(&["backup"]);
+        let (mut copy_to, mut new_key) = (None, None);
         let repository = match self {
             Self::Create(_) => return None,
             Self::List { repository, volume } => {
@@ -200,11 +288,15 @@ impl BackupCommand {
                 args.extend(backups.iter().cloned());
                 repository
             }
-            Self::Prune { repository, keep_last, keep_within, remove_last, dry_run } => {
+            Self::Prune { repository, rules, dry_run } => {
                 args.push("prune".to_owned());
-                args.extend(keep_last.map(|number| format!("--keep-last={number}")));
-                let time = keep_within.map(humantime::format_duration);
-                args.extend(time.map(|time| format!("--keep-within={time}")));
+                args.extend(rules.flags());
+                args.extend(dry_run.then(|| "--dry-run".to_owned()));
+                repository
+            }
+            Self::Delete { backups, repository, remove_last, dry_run } => {
+                args.push("delete".to_owned());
+                args.extend(backups.iter().cloned());
                 args.extend(remove_last.then(|| "--remove-last".to_owned()));
                 args.extend(dry_run.then(|| "--dry-run".to_owned()));
                 repository
@@ -215,8 +307,26 @@ impl BackupCommand {
                 copy_to = Some(to);
                 repository
             }
+            Self::Key { command } => {
+                args.push("key".to_owned());
+                match command {
+                    KeyCommand::List { repository } => {
+                        args.push("list".to_owned());
+                        repository
+                    }
+                    KeyCommand::Add { repository, new } => {
+                        args.push("add".to_owned());
+                        new_key = Some(new);
+                        repository
+                    }
+                    KeyCommand::Remove { key, repository } => {
+                        args.extend(["remove".to_owned(), key.clone()]);
+                        repository
+                    }
+                }
+            }
         };
-        Some(ForPod { repository, args, copy_to })
+        Some(ForPod { repository, args, copy_to, new_key })
     }
 }
 
@@ -225,6 +335,7 @@ pub struct ForPod<'a> {
     pub repository: &'a RepositoryArgs,
     pub args: Vec<String>,
     pub copy_to: Option<&'a CopyTo>,
+    pub new_key: Option<&'a NewKey>,
 }
 
 fn base(text: &str) -> Result<BaseChoice, String> {
@@ -242,6 +353,7 @@ fn set(text: &str) -> Result<Group, String> {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   csi-loopback restore tuesday --repository /backups --to /dev/vdb
+  csi-loopback restore tuesday --repository /backups --to - >image
   csi-loopback restore tuesday --repository /backups --to-volume restored
   csi-loopback restore nightly --namespace shop --repository claim:backups --to-claim restored
   csi-loopback restore nightly --group --repository /backups --to /restored")]
@@ -252,10 +364,10 @@ pub struct RestoreArgs {
     pub backup: String,
     #[command(flatten)]
     pub repository: RepositoryArgs,
-    /// Block device or file to write; with --group, a directory for a file per volume
+    /// Block device or file to write, or - (standard output); with --group, a directory
     #[arg(
         long,
-        value_name = "DEVICE|FILE",
+        value_name = "DEVICE|FILE|-",
         required_unless_present_any = ["to_volume", "to_claim"],
         conflicts_with_all = ["to_volume", "to_claim", "namespace"]
     )]
@@ -275,6 +387,9 @@ pub struct RestoreArgs {
     /// Write only what the target does not hold yet, after an interrupted restore
     #[arg(long, conflicts_with = "to_volume")]
     pub resume: bool,
+    /// Replace the content of an existing file
+    #[arg(long, requires = "to", conflicts_with = "resume")]
+    pub overwrite: bool,
 }
 
 /// How pods use a claim.

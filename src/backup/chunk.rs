@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 
 use super::document::{self, Hash};
+use super::failure::Failure;
 use super::manifest::{BackupId, CHUNK_BYTES, Chunk};
 use super::repository::seal::Keys;
 use crate::backend::{BLOCK_SIZE, Extent};
@@ -52,7 +53,10 @@ impl Coder {
     /// # Errors
     /// They are not the bytes that were stored.
     pub fn decode(&self, chunk: &Chunk, stored: Vec<u8>) -> Result<Vec<u8>> {
-        ensure!(stored.len() as u64 == chunk.stored, "a chunk is damaged: it is too short");
+        ensure!(
+            stored.len() as u64 == chunk.stored,
+            Failure::damaged("a chunk is damaged: it is too short")
+        );
         if stored.is_empty() {
             return Ok(stored);
         }
@@ -61,10 +65,11 @@ impl Coder {
             Some(sealed) => sealed.1.open(&sealed.0, stored)?,
             None => stored,
         };
-        let bytes = document::decompress(&opened, limit).context("a chunk is damaged")?;
+        let bytes =
+            document::decompress(&opened, limit).context(Failure::damaged("a chunk is damaged"))?;
         ensure!(
             bytes.len() as u64 == chunk.bytes && Hash::of(&bytes) == chunk.hash,
-            "a chunk is damaged: its bytes do not have their hash"
+            Failure::damaged("a chunk is damaged: its bytes do not have their hash")
         );
         Ok(bytes)
     }

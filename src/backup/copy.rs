@@ -55,8 +55,10 @@ pub async fn copy(
     attempt.begin().await?;
     let begin = attempt.writer.end();
     let mut pages = Pages::new(from, backup);
+    let mut copied = 0;
     while let Some(page) = stop.wait(pages.next()).await? {
-        progress::report(page.end, backup.subject.capacity_bytes);
+        copied += page.chunks.iter().map(|chunk| chunk.bytes).sum::<u64>();
+        progress::report_data(copied, page.end, backup.subject.capacity_bytes);
         // The end of the last chunk is not always that of its page.
         if page.chunks.last().is_none_or(|last| last.end() <= begin) {
             continue;

@@ -42,6 +42,7 @@ impl Copying<'_, '_> {
             coder: self.repository.coder(&self.attempt.intent.id)?,
             capacity: self.attempt.intent.subject.capacity_bytes,
             jobs: VecDeque::new(),
+            copied: 0,
         };
         let copied = self.pump(first, blocks, &mut queue).await;
         // The volume cannot be removed while the device is open.
@@ -115,6 +116,8 @@ struct Queue {
     coder: Coder,
     capacity: u64,
     jobs: VecDeque<(JoinHandle<Result<Coded>>, u64)>,
+    /// Bytes of data.
+    copied: u64,
 }
 
 impl Queue {
@@ -132,8 +135,10 @@ impl Queue {
 
     async fn pop(&mut self, writer: &mut Writer) -> Result<()> {
         if let Some((job, end)) = self.jobs.pop_front() {
-            writer.push(job.await.map_err(|error| anyhow!("read: {error}"))??, end).await?;
-            progress::report(end, self.capacity);
+            let coded = job.await.map_err(|error| anyhow!("read: {error}"))??;
+            self.copied += coded.chunk.bytes;
+            writer.push(coded, end).await?;
+            progress::report_data(self.copied, end, self.capacity);
         }
         Ok(())
     }

@@ -10,6 +10,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::Digest;
 
+use super::failure::Failure;
+
 /// The version of the repository format that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 2;
 
@@ -88,7 +90,8 @@ pub fn write<T: Serialize>(kind: &str, value: &T) -> Result<Vec<u8>> {
 /// # Errors
 /// A byte of it was changed, or another version wrote it.
 pub fn read<T: DeserializeOwned>(kind: &str, path: &str, document: &[u8]) -> Result<T> {
-    let text = text(kind, document).with_context(|| format!("{path} is damaged"))?;
+    let text =
+        text(kind, document).with_context(|| Failure::damaged(format!("{path} is damaged")))?;
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::manifest::{Group, Manifest, Subject};
 use super::repository::Inventory;
-use super::{Done, Restorer};
+use super::restoring::{Done, Restorer};
 use crate::client::connection::Connection;
 use crate::client::names;
 use crate::proto::csi::v1 as csi;
@@ -97,15 +97,10 @@ pub fn find<'i>(inventory: &'i Inventory, reference: &str) -> Result<Vec<&'i Man
 }
 
 /// Restores all members of a set to files of a directory, named after their volumes.
-pub async fn restore(
-    from: &Restorer<'_>,
-    reference: &str,
-    directory: &Path,
-    resume: bool,
-) -> Result<Vec<Done>> {
+pub async fn restore(from: &Restorer<'_>, reference: &str, directory: &Path) -> Result<Vec<Done>> {
     let members = find(from.inventory, reference)?;
     std::fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
-    let mut done = Vec::with_capacity(members.len());
+    let mut targets = Vec::with_capacity(members.len());
     for backup in members {
         // The id of a volume is the driver's text, and must not lead out of the directory.
         let volume = &backup.subject.volume;
@@ -119,7 +114,12 @@ pub async fn restore(
         // A name in a hostile repository must not choose what is overwritten.
         let is_link = path.symlink_metadata().is_ok_and(|meta| meta.is_symlink());
         ensure!(!is_link, "{} is a symbolic link; remove it", path.display());
-        done.push(from.restore(backup, &path, resume).await?);
+        from.check_file(&path)?;
+        targets.push((backup, path));
+    }
+    let mut done = Vec::with_capacity(targets.len());
+    for (backup, path) in targets {
+        done.push(from.restore(backup, &path).await?);
     }
     Ok(done)
 }

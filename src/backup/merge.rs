@@ -8,6 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 
 use super::document::{Hash, RunningHash};
+use super::failure::Failure;
 use super::manifest::{BackupId, Chunk, Manifest, Page};
 use super::repository::Repository;
 use crate::backend::Extent;
@@ -180,20 +181,26 @@ impl Pages {
             let found = self.hash.clone().finish();
             ensure!(
                 found == *pages_hash,
-                "backup {id} is damaged: its pages do not have their hash"
+                Failure::damaged(format!(
+                    "backup {id} is damaged: its pages do not have their hash"
+                ))
             );
             ensure!(
                 self.totals == *totals,
-                "backup {id} is damaged: its sums are not those of its pages"
+                Failure::damaged(format!(
+                    "backup {id} is damaged: its sums are not those of its pages"
+                ))
             );
             return Ok(None);
         }
         let attempt = self.manifest.attempt_of(self.number);
         let page = self.repository.page(attempt, self.number).await?;
-        let (page, hash, _): (Page, Hash, u64) = page
-            .with_context(|| format!("backup {id} is damaged: page {} is missing", self.number))?;
-        page.check(attempt, self.number, self.end, subject.capacity_bytes)
-            .with_context(|| format!("backup {id}: page {} is damaged", self.number))?;
+        let (page, hash, _): (Page, Hash, u64) = page.ok_or_else(|| {
+            Failure::damaged(format!("backup {id} is damaged: page {} is missing", self.number))
+        })?;
+        page.check(attempt, self.number, self.end, subject.capacity_bytes).with_context(|| {
+            Failure::damaged(format!("backup {id}: page {} is damaged", self.number))
+        })?;
         page.chunks.iter().for_each(|chunk| self.totals.add(chunk));
         self.hash.add(&hash);
         self.end = page.end;

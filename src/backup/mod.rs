@@ -17,8 +17,10 @@ mod copy;
 mod copying;
 mod create;
 mod document;
+mod failure;
 mod group;
 pub mod listing;
+mod manage;
 mod manifest;
 mod merge;
 mod mover;
@@ -27,6 +29,9 @@ mod protocol;
 mod prune;
 mod repository;
 mod restore;
+mod restoring;
+mod retention;
+mod settings;
 mod show;
 pub mod target;
 #[cfg(test)]
@@ -35,32 +40,29 @@ mod verify;
 mod volume;
 mod writer;
 
-use std::collections::HashSet;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Subcommand;
-use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde::Serialize;
 
 use args::{BackupArgs, BackupCommand, CopyTo, CreateArgs, RepositoryArgs, RestoreArgs};
-use create::{BaseChoice, Created, Job};
-use manifest::{Manifest, Subject};
+use create::{Created, Job};
+use failure::Kind;
+use manifest::Subject;
 use mover::Mover;
 use origin::Origin;
-use repository::{Inventory, Location, Repository};
-use restore::{Restore, Restored};
+use repository::seal::KeyFile;
+use repository::{Location, Repository};
 use show::Entry;
-use target::Target;
 
 use crate::client::cluster::{self, ClusterArgs};
 use crate::client::connection::Connection;
 use crate::client::format::{self, print_one, print_rows};
 use crate::client::stop::Stop;
 use crate::client::{self, Options, Output, progress};
-use crate::quantity;
 
 /// The commands, flattened into the binary's command line.
 #[derive(Debug, Subcommand)]
@@ -71,7 +73,7 @@ pub enum Command {
     Restore(RestoreArgs),
 }
 
-/// Runs one command. Exit codes: 0 done; 1 an error, or damage that `verify` or `list` found.
+/// Runs one command. The exit codes are those of docs/reference/backup.md.
 ///
 /// # Errors
 /// The reason, for a user.
@@ -84,10 +86,17 @@ pub fn run(command: Command) -> Result<ExitCode> {
     }
     let outcome = match command {
         Command::Backup(args) => client::on_runtime(backup(args)),
-        Command::Restore(args) => client::on_runtime(restore_command(args)),
+        Command::Restore(args) => client::on_runtime(restoring::run(args)),
     };
     match outcome {
         Err(error) if client::reader_gone(&error) => Ok(ExitCode::from(client::READER_GONE)),
+        Err(error) => match Kind::of(&error) {
+            Some(kind) => {
+                eprintln!("csi-loopback: {}", client::describe(&error));
+                Ok(ExitCode::from(kind.code()))
+            }
+            None => Err(error),
+        },
         outcome => outcome,
     }
 }
@@ -95,66 +104,107 @@ pub fn run(command: Command) -> Result<ExitCode> {
 async fn backup(args: BackupArgs) -> Result<ExitCode> {
     let BackupArgs { options, command } = args;
     let stop = Stop::listen(&options.per_call())?;
+    if let BackupCommand::Prune { rules, .. } = &command {
+        rules.check()?;
+    }
     if let Some(command) = command.for_pod()
         && command.repository.mover.namespace.is_some()
     {
         let shown = progress::start("waiting for the mover pod", options.print.quiet);
         let mover = Mover::new(&options, &stop, command.repository).await?;
-        let result = mover.manage(command.args, command.copy_to).await?;
+        let result = mover.manage(&command).await?;
         drop(shown);
         return print_result(&result);
     }
+    let read = async |repository: &RepositoryArgs| open(repository, Access::Read, &stop).await;
     match command {
         BackupCommand::Create(args) => create_command(&options, &stop, &args).await,
         BackupCommand::List { repository, volume } => {
-            let inventory = open(&repository, false).await?.inventory().await?;
-            show::list(&inventory, volume.as_deref(), options.print.output)?;
-            Ok(warn_of_damage(&inventory))
+            manage::list(&options, &stop, &read(&repository).await?, volume.as_deref()).await
         }
         BackupCommand::Show { backup, repository, group } => {
-            let repository = open(&repository, false).await?;
+            let repository = read(&repository).await?;
             match group {
                 true => show::set(&repository, &backup, options.print.output).await?,
-                false => show_command(&options, &repository, &backup).await?,
+                false => manage::show(&options, &stop, &repository, &backup).await?,
             }
             Ok(ExitCode::SUCCESS)
         }
         BackupCommand::Verify { backups, repository } => {
-            verify_command(&options, &stop, &open(&repository, false).await?, &backups).await
+            manage::verify(&options, &stop, &read(&repository).await?, &backups).await
         }
-        BackupCommand::Prune { repository, keep_last, keep_within, remove_last, dry_run } => {
-            let rules = prune::Rules { keep_last, keep_within, remove_last };
-            repository.repository.check_lists(repository.one_machine || dry_run)?;
-            prune_command(&options, &stop, &open(&repository, false).await?, rules, dry_run).await
+        BackupCommand::Prune { repository, rules, dry_run } => {
+            let access = if dry_run { Access::Read } else { Access::Change };
+            let repository = open(&repository, access, &stop).await?;
+            manage::prune(&options, &stop, &repository, &rules, dry_run).await
+        }
+        BackupCommand::Delete { backups, repository, remove_last, dry_run } => {
+            let access = if dry_run { Access::Read } else { Access::Change };
+            let repository = open(&repository, access, &stop).await?;
+            manage::delete(&options, &stop, &repository, &backups, remove_last, dry_run).await
         }
         BackupCommand::Copy { backups, repository, to } => {
-            let (from, to) = open_both(&repository, &to).await?;
-            copy_command(&options, &stop, &from, &to, &backups).await
+            let (from, to) = open_both(&repository, &to, &stop).await?;
+            manage::copy(&options, &stop, &from, &to, &backups).await
         }
+        BackupCommand::Key { command } => manage::key(&options, &stop, &command).await,
     }
 }
 
-async fn open(args: &RepositoryArgs, create: bool) -> Result<Repository> {
-    let RepositoryArgs { repository, key_file, s3_credentials, one_machine, .. } = args;
-    if create {
-        repository.check_lists(*one_machine)?;
+/// What a command does with a repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Read,
+    /// It must exist.
+    Change,
+    /// It is made if it is missing.
+    Create,
+}
+
+async fn open(args: &RepositoryArgs, access: Access, stop: &Stop) -> Result<Repository> {
+    let location = args.location()?;
+    if access != Access::Read {
+        location.check_lists(args.one_machine)?;
     }
-    Repository::open(repository, create, key_file.as_deref(), s3_credentials.as_deref()).await
+    let key = settings::read(args.key()?, stop).await?;
+    open_at(&location, access, key, args.s3_credentials.as_deref(), stop).await
+}
+
+async fn open_at(
+    location: &Location,
+    access: Access,
+    key: Option<KeyFile>,
+    credentials: Option<&Path>,
+    stop: &Stop,
+) -> Result<Repository> {
+    let create = access == Access::Create;
+    let opened = stop.wait(Repository::open(location, create, key, credentials)).await;
+    match opened {
+        Err(error) if location.is_bucket() && Kind::of(&error).is_none() => {
+            Err(error.context(settings::bucket(location, credentials)))
+        }
+        opened => opened,
+    }
 }
 
 /// The repositories of a copy. Credentials are for whichever of them is a bucket.
-async fn open_both(from: &RepositoryArgs, to: &CopyTo) -> Result<(Repository, Repository)> {
+async fn open_both(
+    from: &RepositoryArgs,
+    to: &CopyTo,
+    stop: &Stop,
+) -> Result<(Repository, Repository)> {
     let credentials = |own: &Location, other: &Location| {
         let is_for_other = !own.is_bucket() && other.is_bucket();
         from.s3_credentials.as_deref().filter(|_| !is_for_other)
     };
-    let key = from.key_file.as_deref();
-    let source = credentials(&from.repository, &to.to);
-    let source = Repository::open(&from.repository, false, key, source).await?;
-    let key = to.to_key_file.as_deref();
+    let location = from.location()?;
+    let key = settings::read(from.key()?, stop).await?;
+    let source = credentials(&location, &to.to);
+    let source = open_at(&location, Access::Read, key, source, stop).await?;
     to.to.check_lists(from.one_machine)?;
-    let target = credentials(&to.to, &from.repository);
-    let target = Repository::open(&to.to, true, key, target).await?;
+    let key = settings::read(to.key(), stop).await?;
+    let target = credentials(&to.to, &location);
+    let target = open_at(&to.to, Access::Create, key, target, stop).await?;
     Ok((source, target))
 }
 
@@ -165,35 +215,17 @@ async fn connect(options: &Options, stop: &Stop) -> Result<Connection> {
     Ok(connection.until(stop.deadline()))
 }
 
-fn warn_of_damage(inventory: &Inventory) -> ExitCode {
-    let damaged = damage(inventory);
-    for problem in &damaged {
-        eprintln!("csi-loopback: {}", format::printable(problem));
-    }
-    if damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-/// What a list and the manifests show: each backup that cannot be restored as it is, and why.
-fn damage(inventory: &Inventory) -> Vec<String> {
-    let unreadable = inventory.damaged.iter().map(|(id, error)| format!("backup {id}: {error:#}"));
-    let mut broken: Vec<_> = inventory.broken.iter().collect();
-    broken.sort();
-    let broken = broken.into_iter().map(|(id, problem)| format!("backup {id}: {problem}"));
-    unreadable.chain(broken).collect()
-}
-
 async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Result<ExitCode> {
-    let CreateArgs { snapshot, repository, base, group, source, token_file, set } = args;
-    let base = base.as_ref().unwrap_or(&BaseChoice::None);
+    let CreateArgs { snapshot, repository, group, source, token_file, set, .. } = args;
     let shown = progress::start("backing up", options.print.quiet);
     let Some(namespace) = &repository.mover.namespace else {
-        return create_by_driver(options, stop, args, base, *group, shown).await;
+        return create_by_driver(options, stop, args, shown).await;
     };
     let Some(device) = source else {
-        let mover = Mover::new(options, stop, repository).await?;
+        let (mover, flags) = (Mover::new(options, stop, repository).await?, args.flags_for_pod());
         let result = match group {
-            true => mover.back_up_group(snapshot, base).await?,
-            false => mover.back_up(snapshot, base).await?,
+            true => mover.back_up_group(snapshot, &flags).await?,
+            false => mover.back_up(snapshot, &flags).await?,
         };
         drop(shown);
         return print_result(&result);
@@ -208,60 +240,64 @@ async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Re
         device,
     };
     let sources = [(origin, origin::subject_in_cluster(&found, set.clone())?)];
-    create_all(options, stop, repository, &sources, base, false, shown).await
+    create_all(options, stop, args, &sources, shown).await
 }
 
 async fn create_by_driver(
     options: &Options,
     stop: &Stop,
     args: &CreateArgs,
-    base: &BaseChoice,
-    is_group: bool,
     shown: progress::Shown,
 ) -> Result<ExitCode> {
     let connection = connect(options, stop).await?;
-    let snapshots = match is_group {
+    let snapshots = match args.group {
         true => stop.wait(group::snapshots(&connection, &args.snapshot)).await?,
         false => vec![stop.wait(origin::snapshot(&connection, &args.snapshot)).await?],
     };
-    let set = if is_group { group::set(&snapshots)? } else { None };
+    let set = if args.group { group::set(&snapshots)? } else { None };
     let sources = snapshots.iter().map(|snapshot| {
         let subject = origin::subject(snapshot, set.clone())?;
         Ok((Origin::Driver { connection: &connection, snapshot }, subject))
     });
     let sources = sources.collect::<Result<Vec<_>>>()?;
-    create_all(options, stop, &args.repository, &sources, base, is_group, shown).await
+    create_all(options, stop, args, &sources, shown).await
 }
 
 /// Backs up snapshots, and prints the results: several if they are a set.
 async fn create_all(
     options: &Options,
     stop: &Stop,
-    repository: &RepositoryArgs,
+    args: &CreateArgs,
     sources: &[(Origin<'_>, Subject)],
-    base: &BaseChoice,
-    is_group: bool,
     shown: progress::Shown,
 ) -> Result<ExitCode> {
     let start = Instant::now();
-    let repository = open(repository, true).await?;
+    let CreateArgs { repository, group: is_group, .. } = args;
+    if args.replace_format_1 {
+        let location = repository.location()?;
+        let credentials = repository.s3_credentials.as_deref();
+        stop.wait(repository::format_1::replace(&location, credentials)).await?;
+    }
+    let repository = open(repository, Access::Create, stop).await?;
     let mut created: Vec<Created> = Vec::with_capacity(sources.len());
     for (origin, subject) in sources {
         // Each looks at the repository again: a backup may be the base of the next.
-        created.push(Job { repository: &repository, stop }.create(origin, subject, base).await?);
+        created.push(
+            Job { repository: &repository, stop }.create(origin, subject, args.base()).await?,
+        );
     }
     let all: Vec<_> = created.iter().map(|one| &one.manifest).collect();
     drop(shown);
     let inventory = repository.inventory().await?;
     // Of a set, all must exist at one time.
-    if is_group && !attempt::exist(&repository, &inventory, &all).await? {
+    if *is_group && !attempt::exist(&repository, &inventory, &all).await? {
         bail!("a prune removes members of the set; repeat the command");
     }
     let time = start.elapsed();
     let entry = |one: &Created| Entry::new(&one.manifest, &inventory);
     let entries: Vec<Entry> = created.iter().map(entry).collect();
     let texts = created.iter().zip(&entries).map(|(one, entry)| created_text(one, entry, time));
-    print_all(options.print.output, &entries, is_group, texts.collect())?;
+    print_all(options.print.output, &entries, *is_group, texts.collect())?;
     created.into_iter().try_for_each(|one| one.cleaned)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -292,215 +328,4 @@ fn created_text(created: &Created, entry: &Entry, time: Duration) -> String {
         _ => "complete",
     };
     entry.facts([("result", state.to_owned()), ("time", format::took(time))])
-}
-
-async fn show_command(options: &Options, repository: &Repository, backup: &str) -> Result<()> {
-    let inventory = repository.inventory().await?;
-    let found = inventory.find(backup)?;
-    let chain = inventory.chain(found);
-    let entry = Entry::new(found, &inventory);
-    let chain_ids =
-        chain.as_ref().map(|chain| chain.iter().map(|one| one.id.to_string()).collect::<Vec<_>>());
-    let mut value = serde_json::to_value(&entry)?;
-    if let (Some(fields), Ok(ids)) = (value.as_object_mut(), &chain_ids) {
-        fields.insert("chain".to_owned(), json!(ids));
-    }
-    print_one(options.print.output, &value, |_| match &chain_ids {
-        Ok(ids) => entry.facts([("chain", ids.join(", "))]),
-        Err(_) => entry.facts([]),
-    })?;
-    chain.map(drop)
-}
-
-/// The backups that `references` name; all without any.
-fn selected(inventory: &Inventory, references: &[String]) -> Result<Vec<Manifest>> {
-    if references.is_empty() {
-        return Ok(inventory.backups.clone());
-    }
-    references.iter().map(|reference| inventory.find(reference).cloned()).collect()
-}
-
-async fn verify_command(
-    options: &Options,
-    stop: &Stop,
-    repository: &Repository,
-    references: &[String],
-) -> Result<ExitCode> {
-    let start = Instant::now();
-    let shown = progress::start("verifying", options.print.quiet);
-    let inventory = repository.inventory().await?;
-    let backups = selected(&inventory, references)?;
-    let mut report = verify::verify(repository, &inventory, &backups, stop).await?;
-    report.problems.extend(damage(&inventory));
-    drop(shown);
-    report.problems.dedup();
-    let verify::Report { backups, chunks, stored_bytes, problems } = &report;
-    let value = json!({
-        "backups": backups, "chunks": chunks, "stored_bytes": stored_bytes, "problems": problems,
-    });
-    print_one(options.print.output, &value, |_| {
-        let result = match problems.len() {
-            0 => "no damage found".to_owned(),
-            count => format!("{count} problems:\n{}", format::printable(&problems.join("\n"))),
-        };
-        format::facts(&[
-            ("backups", backups.to_string()),
-            ("read", format::bytes(*stored_bytes)),
-            ("time", format::took(start.elapsed())),
-            ("result", result),
-        ])
-    })?;
-    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-async fn prune_command(
-    options: &Options,
-    stop: &Stop,
-    repository: &Repository,
-    rules: prune::Rules,
-    dry_run: bool,
-) -> Result<ExitCode> {
-    let plan = if dry_run {
-        let inventory = repository.inventory().await?;
-        // Nothing is written, so the newest object stands for the present.
-        let now = inventory.listing.newest.unwrap_or(std::time::UNIX_EPOCH);
-        prune::plan(&inventory, rules, now)
-    } else {
-        let removal =
-            prune::run(repository, |inventory, now| Ok(prune::plan(inventory, rules, now)));
-        stop.whole(removal).await?
-    };
-    let ids = |ids: &[manifest::BackupId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>();
-    let (removed, needed, unfinished) =
-        (ids(&plan.remove), ids(&plan.needed), ids(&plan.unfinished));
-    let value = json!({
-        "removed": removed, "kept_for_others": needed, "unfinished_removed": unfinished, "dry_run": dry_run,
-    });
-    print_one(options.print.output, &value, |_| {
-        let verb = if dry_run { "would remove" } else { "removed" };
-        let mut lines: Vec<_> = removed.iter().map(|id| format!("{verb} {id}")).collect();
-        lines.extend(unfinished.iter().map(|id| format!("{verb} {id}, unfinished")));
-        lines.extend(needed.iter().map(|id| format!("kept {id}, which others need")));
-        if lines.is_empty() { "nothing to remove".to_owned() } else { lines.join("\n") }
-    })?;
-    Ok(ExitCode::SUCCESS)
-}
-
-async fn copy_command(
-    options: &Options,
-    stop: &Stop,
-    from: &Repository,
-    to: &Repository,
-    references: &[String],
-) -> Result<ExitCode> {
-    let shown = progress::start("copying", options.print.quiet);
-    let inventory = from.inventory().await?;
-    let mut wanted = HashSet::new();
-    for backup in selected(&inventory, references)? {
-        wanted.extend(inventory.chain(&backup)?.into_iter().map(|one| one.id));
-    }
-    let mut copied = Vec::new();
-    // Bases come first.
-    for backup in inventory.backups.iter().filter(|one| wanted.contains(&one.id)) {
-        if copy::copy(from, to, backup, stop).await? {
-            copied.push(backup.id.to_string());
-        }
-    }
-    drop(shown);
-    print_one(options.print.output, &json!({ "copied": copied }), |_| match copied.len() {
-        0 => format!("{} has them already", to.location()),
-        _ => copied.iter().map(|id| format!("copied {id}")).collect::<Vec<_>>().join("\n"),
-    })?;
-    Ok(ExitCode::SUCCESS)
-}
-
-async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
-    let RestoreArgs { options, backup, repository, to, group, resume, .. } = &args;
-    let print = |restored: &[Done], start: Instant| {
-        let texts = restored.iter().map(|one| one.text(start.elapsed()));
-        print_all(options.print.output, restored, *group, texts.collect())
-    };
-    let start = Instant::now();
-    let stop = Stop::listen(&options.per_call())?;
-    let shown = progress::start("restoring", options.print.quiet);
-    if repository.mover.namespace.is_some() {
-        let claim = args.to_claim.as_deref().context("--to-claim is missing")?;
-        let mode = args.volume_mode;
-        let target = mover::Target { claim, mode, resume: *resume, is_group: *group };
-        let mover = Mover::new(options, &stop, repository).await?;
-        let restored = mover.restore(backup, &target).await?;
-        drop(shown);
-        print(&restored, start)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    let repository = open(repository, false).await?;
-    let inventory = repository.inventory().await?;
-    let from = Restorer { repository: &repository, inventory: &inventory, stop: &stop };
-    let restored = if let Some(name) = &args.to_volume {
-        let connection = connect(options, &stop).await?;
-        vec![volume::restore(&from, &connection, backup, name).await?]
-    } else {
-        let to = to.as_deref().context("--to is missing")?;
-        match group {
-            true => group::restore(&from, backup, to, *resume).await?,
-            false => vec![from.restore(inventory.find(backup)?, to, *resume).await?],
-        }
-    };
-    drop(shown);
-    print(&restored, start)?;
-    Ok(ExitCode::SUCCESS)
-}
-
-/// Where restores come from.
-struct Restorer<'r> {
-    repository: &'r Repository,
-    inventory: &'r Inventory,
-    stop: &'r Stop,
-}
-
-/// A restore that is done.
-#[derive(Serialize, Deserialize)]
-struct Done {
-    backup: String,
-    to: String,
-    capacity_bytes: u64,
-    #[serde(flatten)]
-    done: Restored,
-}
-
-impl Restorer<'_> {
-    async fn restore(&self, backup: &Manifest, to: &Path, resume: bool) -> Result<Done> {
-        let chain = self.inventory.chain(backup)?;
-        let capacity = backup.subject.capacity_bytes;
-        let target = Target::open(to, capacity)?;
-        let restore = Restore::new(self.repository, &chain, target, resume)?;
-        let done = restore.run(self.stop).await.with_context(|| {
-            format!(
-                "restore {} to {}, which is incomplete; --resume continues",
-                backup.id,
-                to.display()
-            )
-        })?;
-        Ok(Done {
-            backup: backup.id.to_string(),
-            to: to.display().to_string(),
-            capacity_bytes: capacity,
-            done,
-        })
-    }
-}
-
-impl Done {
-    fn text(&self, time: Duration) -> String {
-        let mut facts = vec![
-            ("restored", self.backup.clone()),
-            ("to", format!("{} ({})", self.to, quantity::format(self.capacity_bytes))),
-            ("written", format::bytes(self.done.written_bytes)),
-        ];
-        if self.done.kept_bytes > 0 {
-            facts.push(("kept", format::bytes(self.done.kept_bytes)));
-        }
-        facts.push(("time", format::took(time)));
-        format::facts(&facts)
-    }
 }

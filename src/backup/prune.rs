@@ -4,7 +4,7 @@
 //!
 //! What cannot be restored does not count for a rule, so it never takes the place of what can.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -13,20 +13,11 @@ use super::manifest::{BackupId, Manifest};
 use super::protocol::{self, Family, Outcome, Removal};
 use super::repository::names::{PROBE, mark};
 use super::repository::{Ended, Inventory, Known, Repository};
+use super::retention::Rules;
 
 /// An attempt whose newest object is older, by the clock of the store, is taken for abandoned. If it
 /// is not, its writer notices.
 const ABANDONED: Duration = Duration::from_secs(86_400);
-
-/// What to keep, of each volume.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Rules {
-    pub keep_last: Option<usize>,
-    /// Counted from the newest backup of the volume.
-    pub keep_within: Option<Duration>,
-    /// Whether the last backup of a volume may go.
-    pub remove_last: bool,
-}
 
 /// What a prune removes, newest first.
 #[derive(Debug, Default, PartialEq)]
@@ -40,7 +31,7 @@ pub struct Plan {
 
 /// `now`: by the clock of the store.
 pub fn plan(inventory: &Inventory, rules: Rules, now: SystemTime) -> Plan {
-    let wanted = wanted(inventory, rules);
+    let wanted = rules.wanted(inventory);
     let kept = with_needed(inventory, wanted.clone());
     let mut targets: BTreeSet<&BackupId> = inventory.backups.iter().map(|one| &one.id).collect();
     targets.retain(|id| !kept.contains(id));
@@ -88,29 +79,6 @@ pub fn delete(inventory: &Inventory, ids: &[BackupId], remove_last: bool) -> Res
     let is_backup = |id: &BackupId| inventory.backups.iter().any(|one| one.id == *id);
     let (remove, unfinished) = ids.iter().cloned().partition(is_backup);
     Ok(Plan { remove, needed: Vec::new(), unfinished })
-}
-
-/// What the rules keep. The members of a set count as one backup.
-fn wanted(inventory: &Inventory, rules: Rules) -> HashSet<BackupId> {
-    let mut wanted = HashSet::new();
-    // Of each volume: how many sound backups were met, and when the newest was made.
-    let mut met = HashMap::<&str, (usize, Option<SystemTime>)>::new();
-    for backup in inventory.backups.iter().rev() {
-        let is_sound = inventory.is_sound(backup);
-        let (count, newest) = met.entry(&backup.subject.volume_id).or_default();
-        let created = humantime::parse_rfc3339(&backup.created).ok();
-        let is_last = rules.keep_last.is_some_and(|keep| *count < keep);
-        let newest = newest.get_or_insert(created.unwrap_or(SystemTime::UNIX_EPOCH));
-        // A time that cannot be read is not old.
-        let age = created.and_then(|created| newest.duration_since(created).ok());
-        let is_recent = rules.keep_within.is_some_and(|within| age.is_none_or(|age| age <= within));
-        let is_first = is_sound && *count == 0 && !rules.remove_last;
-        *count += usize::from(is_sound);
-        if is_last || is_recent || is_first {
-            wanted.insert(backup.id.clone());
-        }
-    }
-    wanted
 }
 
 /// Attempts without a manifest that nothing was put to for a day, and what removals left.
@@ -273,7 +241,8 @@ mod tests {
     ) -> [Vec<usize>; 2] {
         let now = humantime::parse_rfc3339("2026-01-05T01:00:00Z").unwrap();
         let keep_within = days.map(|days| DAY * days);
-        let rules = Rules { keep_last, keep_within, remove_last: keep_last == Some(0) };
+        let rules =
+            Rules { keep_last, keep_within, remove_last: keep_last == Some(0), ..Rules::default() };
         let plan = plan(inventory, rules, now);
         let number = |id: &BackupId| (0..5).find(|number| samples::id(*number) == *id).unwrap();
         [plan.remove, plan.needed].map(|ids| ids.iter().map(number).collect())

@@ -2,6 +2,8 @@
 //! from the newest backup that has it, after its chunk was verified.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -10,6 +12,7 @@ use tokio::task::JoinSet;
 use super::chunk::Coder;
 use super::copying::parallel;
 use super::document::Hash;
+use super::failure::Failure;
 use super::manifest::{BackupId, Manifest};
 use super::merge::{Content, Merge, Place, Run};
 use super::repository::Repository;
@@ -32,16 +35,24 @@ pub struct Restored {
 /// A restore under way.
 pub struct Restore<'r> {
     repository: &'r Repository,
-    /// By the attempt that wrote the chunks.
-    coders: HashMap<BackupId, Coder>,
     chain: &'r [Manifest],
+    reader: Reader<'r>,
     target: Arc<Target>,
     /// Whether to compare chunks with what the target holds.
     resume: bool,
-    /// Of the last window: the next one often continues with them.
-    chunks: HashMap<Key, Arc<Vec<u8>>>,
     done: Restored,
 }
+
+/// Reads the chunks of a chain.
+struct Reader<'r> {
+    repository: &'r Repository,
+    /// By the attempt that wrote the chunks.
+    coders: HashMap<BackupId, Coder>,
+    /// Of the last window: the next one often continues with them.
+    chunks: Chunks,
+}
+
+type Chunks = HashMap<Key, Arc<Vec<u8>>>;
 
 /// A chunk, by layer, page, and where it is in the pack.
 type Key = (usize, u32, u64);
@@ -58,15 +69,12 @@ impl<'r> Restore<'r> {
         target: Target,
         resume: bool,
     ) -> Result<Self> {
-        let attempts = chain.iter().flat_map(|one| &one.parts).map(|part| &part.attempt);
-        let coders = attempts.map(|id| Ok((id.clone(), repository.coder(id)?)));
         Ok(Self {
             repository,
-            coders: coders.collect::<Result<_>>()?,
             chain,
+            reader: Reader::new(repository, chain)?,
             resume: resume && !target.is_fresh,
             target: Arc::new(target),
-            chunks: HashMap::new(),
             done: Restored::default(),
         })
     }
@@ -81,7 +89,7 @@ impl<'r> Restore<'r> {
             let Some(last) = window.last() else { break };
             let end = last.extent.end();
             self.write(window, stop).await?;
-            progress::report(end, capacity);
+            progress::report_data(self.done.written_bytes + self.done.kept_bytes, end, capacity);
         }
         let target = Arc::clone(&self.target);
         let rest = Extent { offset: capacity, length: target.size - capacity };
@@ -97,8 +105,8 @@ impl<'r> Restore<'r> {
     async fn write(&mut self, window: Vec<Run>, stop: &Stop) -> Result<()> {
         let (window, kept) = self.without_kept(window).await?;
         self.done.kept_bytes += kept;
-        stop.wait(self.fetch(&window)).await?;
-        let (target, chunks) = (Arc::clone(&self.target), self.chunks.clone());
+        stop.wait(self.reader.fetch(&window)).await?;
+        let (target, chunks) = (Arc::clone(&self.target), self.reader.chunks.clone());
         self.done.written_bytes += blocking(move || write_runs(&target, &window, &chunks)).await?;
         Ok(())
     }
@@ -132,6 +140,14 @@ impl<'r> Restore<'r> {
             Ok((rest, kept.values().sum()))
         })
         .await
+    }
+}
+
+impl<'r> Reader<'r> {
+    fn new(repository: &'r Repository, chain: &[Manifest]) -> Result<Self> {
+        let attempts = chain.iter().flat_map(|one| &one.parts).map(|part| &part.attempt);
+        let coders = attempts.map(|id| Ok((id.clone(), repository.coder(id)?)));
+        Ok(Self { repository, coders: coders.collect::<Result<_>>()?, chunks: HashMap::new() })
     }
 
     /// Gets the chunks of a window, and forgets others.
@@ -195,23 +211,66 @@ fn holds(target: &Target, place: &Place, extents: &[Extent]) -> Result<bool> {
 }
 
 /// Returns how many bytes of data were written.
-fn write_runs(target: &Target, runs: &[Run], chunks: &HashMap<Key, Arc<Vec<u8>>>) -> Result<u64> {
+fn write_runs(target: &Target, runs: &[Run], chunks: &Chunks) -> Result<u64> {
     let mut written = 0;
     for run in runs {
-        match &run.content {
-            Content::Zeros if target.is_fresh => {}
-            Content::Zeros => target.zero(run.extent)?,
-            Content::Data { chunk, from } => {
-                let from = usize::try_from(*from)?;
-                let until = from + usize::try_from(run.extent.length)?;
-                let bytes = chunks.get(&key(chunk)).and_then(|bytes| bytes.get(from..until));
-                let bytes = bytes.context("a chunk is damaged: an extent is outside of it")?;
+        match bytes_of(run, chunks)? {
+            None if target.is_fresh => {}
+            None => target.zero(run.extent)?,
+            Some(bytes) => {
                 target.write(bytes, run.extent.offset)?;
                 written += run.extent.length;
             }
         }
     }
     Ok(written)
+}
+
+/// `None`: zeros.
+fn bytes_of<'c>(run: &Run, chunks: &'c Chunks) -> Result<Option<&'c [u8]>> {
+    let Content::Data { chunk, from } = &run.content else { return Ok(None) };
+    let from = usize::try_from(*from)?;
+    let until = from + usize::try_from(run.extent.length)?;
+    let bytes = chunks.get(&key(chunk)).and_then(|bytes| bytes.get(from..until));
+    let outside = || Failure::damaged("a chunk is damaged: an extent is outside of it");
+    Ok(Some(bytes.ok_or_else(outside)?))
+}
+
+/// Writes all of the volume to a stream, in order. Returns how many bytes of data it has.
+pub async fn to_stream(
+    repository: &Repository,
+    chain: &[Manifest],
+    mut out: File,
+    stop: &Stop,
+) -> Result<u64> {
+    let capacity = chain.first().map_or(0, |newest| newest.subject.capacity_bytes);
+    let (mut reader, mut merge) = (Reader::new(repository, chain)?, Merge::new(repository, chain));
+    let mut written = 0;
+    loop {
+        let window = stop.wait(window(&mut merge)).await?;
+        let Some(last) = window.last() else { return Ok(written) };
+        let end = last.extent.end();
+        stop.wait(reader.fetch(&window)).await?;
+        let chunks = reader.chunks.clone();
+        let write = blocking(move || {
+            let mut data = 0;
+            for run in &window {
+                match bytes_of(run, &chunks)? {
+                    Some(bytes) => {
+                        out.write_all(bytes)?;
+                        data += run.extent.length;
+                    }
+                    None => drop(io::copy(&mut io::repeat(0).take(run.extent.length), &mut out)?),
+                }
+            }
+            Ok((out, data))
+        });
+        // The reader of the stream may be slow, so that only a signal ends the wait.
+        let (returned, data) = stop.whole(write).await.context("write to standard output")?;
+        out = returned;
+        written += data;
+        progress::report_data(written, end, capacity);
+    }
 }
 
 async fn blocking<T: Send + 'static>(

@@ -1,11 +1,12 @@
 //! How backups are printed: as rows of `backup list`, as facts of `backup show`, and as JSON.
 
 use std::collections::HashMap;
+use std::time::SystemTime;
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use super::manifest::{BackupId, Manifest};
+use super::manifest::Manifest;
 use super::repository::{Inventory, Repository};
 use super::{attempt, group};
 use crate::client::{Output, format};
@@ -35,10 +36,10 @@ pub struct Entry {
     full_because: Option<String>,
     group_snapshot: Option<String>,
     group_snapshot_id: Option<String>,
-    /// Why it cannot be restored, or be a base.
-    problem: Option<String>,
     /// Whether all members of its set exist; a backup outside of a set has no value.
     group_complete: Option<bool>,
+    /// Why it cannot be restored, or be a base, as far as a list shows.
+    problem: Option<String>,
 }
 
 impl Entry {
@@ -64,10 +65,10 @@ impl Entry {
             base_snapshot_id: base.map(|base| base.snapshot_id.clone()),
             base_expires: base.and_then(|base| base.expires.clone()),
             full_because: subject.full_because.clone(),
-            problem: inventory.problem(backup),
             group_snapshot: group.map(|group| group.group_snapshot.clone()),
             group_snapshot_id: group.map(|group| group.group_snapshot_id.clone()),
             group_complete: group.map(|group| group::is_complete(inventory, group)),
+            problem: inventory.problem(backup),
         }
     }
 
@@ -130,7 +131,7 @@ pub fn list(inventory: &Inventory, volume: Option<&str>, output: Output) -> Resu
     };
     let backups = inventory.backups.iter().filter(wanted);
     let entries: Vec<_> = backups.map(|backup| Entry::new(backup, inventory)).collect();
-    format::print_rows(output, &entries, |entries| table(entries, &inventory.unfinished))
+    format::print_rows(output, &entries, |entries| table(entries, inventory, SystemTime::now()))
 }
 
 /// Prints the backups of a complete set whose chains exist.
@@ -149,7 +150,7 @@ pub async fn set(repository: &Repository, reference: &str, output: Output) -> Re
     })
 }
 
-fn table<U>(entries: &[Entry], unfinished: &[(BackupId, U)]) -> String {
+fn table(entries: &[Entry], inventory: &Inventory, now: SystemTime) -> String {
     // Of a chain, the position says more than the id of the base.
     let mut depth: HashMap<&str, usize> = HashMap::new();
     let rows: Vec<_> = entries
@@ -159,33 +160,55 @@ fn table<U>(entries: &[Entry], unfinished: &[(BackupId, U)]) -> String {
             let position =
                 base.map_or(0, |base| depth.get(base).map_or(1, |position| position + 1));
             depth.insert(&entry.id, position);
-            let kind = match position {
+            let mut kind = match position {
                 0 => "full".to_owned(),
                 position => format!("incremental {position}"),
             };
-            let kind = match &entry.problem {
-                Some(_) => format!("{kind}, damaged"),
-                None => kind,
-            };
+            if inventory.broken.keys().any(|id| id.as_str() == entry.id) {
+                kind.push_str(", damaged");
+            } else if entry.problem.is_some() {
+                kind.push_str(", being removed");
+            }
+            let (created, age) = times(&entry.created, now);
             [
                 entry.id.clone(),
                 entry.volume.clone(),
                 entry.snapshot.clone(),
                 kind,
+                created,
+                age,
                 quantity::format(entry.data_bytes),
                 quantity::format(entry.stored_bytes),
             ]
         })
+        .chain(inventory.damaged.iter().map(|(id, _)| {
+            let mut row = [const { String::new() }; 8];
+            (row[0], row[3]) = (id.to_string(), "damaged".to_owned());
+            row
+        }))
         .collect();
-    let header = ["ID", "VOLUME", "SNAPSHOT", "KIND", "DATA", "STORED"];
-    let mut shown = format::table(header, &["DATA", "STORED"], &rows);
-    if !unfinished.is_empty() {
-        let count = unfinished.len();
+    let header = ["ID", "VOLUME", "SNAPSHOT", "KIND", "CREATED", "AGE", "DATA", "STORED"];
+    let mut shown = format::table(header, &["AGE", "DATA", "STORED"], &rows);
+    if !inventory.unfinished.is_empty() {
+        let count = inventory.unfinished.len();
         shown.push_str(&format!(
             "\n{count} unfinished; repeat `backup create` to continue, or `backup prune`"
         ));
     }
     shown
+}
+
+/// A time to the second, and how long ago it was, in its largest unit as kubectl prints it.
+fn times(created: &str, now: SystemTime) -> (String, String) {
+    let Ok(time) = humantime::parse_rfc3339(created) else { return Default::default() };
+    let age = now.duration_since(time).unwrap_or_default().as_secs();
+    let age = match age {
+        0..60 => format!("{age}s"),
+        60..3600 => format!("{}m", age / 60),
+        3600..86_400 => format!("{}h", age / 3600),
+        _ => format!("{}d", age / 86_400),
+    };
+    (humantime::format_rfc3339_seconds(time).to_string(), age)
 }
 
 #[cfg(test)]
@@ -195,17 +218,25 @@ mod tests {
 
     #[test]
     fn a_list_shows_the_position_in_each_chain() {
-        let inventory = Inventory {
+        let mut inventory = Inventory {
             backups: vec![samples::backup(0), samples::backup(1), samples::backup(2)],
             ..Inventory::default()
         };
+        inventory.backups[0].created = "2026-01-01T00:00:00.123Z".to_owned();
+        inventory.backups[1].created = "2026-01-03T23:00:00Z".to_owned();
+        inventory.broken.insert(samples::id(2), "lost".to_owned());
+        inventory.damaged.push((samples::id(3), anyhow::anyhow!("unreadable")));
         let entries: Vec<_> =
             inventory.backups.iter().map(|backup| Entry::new(backup, &inventory)).collect();
         let expected = "\
-ID                            VOLUME  SNAPSHOT  KIND           DATA  STORED
-20260101T000000000Z-00000000  v       s0        full              0       0
-20260102T000000000Z-00000000  v       s1        incremental 1     0       0
-20260103T000000000Z-00000000  v       s2        incremental 2     0       0";
-        assert_eq!(table(&entries, &[] as &[(BackupId, ())]), expected);
+ID                                    VOLUME  SNAPSHOT  KIND                    CREATED               AGE  DATA  STORED
+20260101T000000000Z-0000000000000000  v       s0        full                    2026-01-01T00:00:00Z   3d     0       0
+20260102T000000000Z-0000000000000000  v       s1        incremental 1           2026-01-03T23:00:00Z   1h     0       0
+20260103T000000000Z-0000000000000000  v       s2        incremental 2, damaged                                0       0
+20260104T000000000Z-0000000000000000                    damaged";
+        let now = humantime::parse_rfc3339("2026-01-04T00:30:00Z").unwrap();
+        let shown = table(&entries, &inventory, now);
+        let shown: Vec<_> = shown.lines().map(str::trim_end).collect();
+        assert_eq!(shown.join("\n"), expected);
     }
 }

@@ -13,9 +13,12 @@ use super::chunk;
 use super::manifest::{BackupId, Base, Manifest, Subject, samples};
 use super::merge::Pages;
 use super::prune::{self, Plan};
+use super::repository::format_1;
 use super::repository::names::{self, mark};
+use super::repository::seal::KeyFile;
 use super::repository::{Location, Repository};
 use super::restore::Restore;
+use super::retention::Rules;
 use super::target::Target;
 use crate::backend::Extent;
 use crate::client::stop::Stop;
@@ -27,6 +30,7 @@ fn stop() -> Stop {
 }
 
 async fn repository(directory: &Path, key: Option<&Path>) -> Repository {
+    let key = key.map(|file| KeyFile::read(file, "--key-file").unwrap());
     Repository::open(&Location::Directory(directory.to_owned()), true, key, None).await.unwrap()
 }
 
@@ -210,7 +214,7 @@ async fn a_later_attempt_continues_after_the_last_page() {
     // What a backup uses is not abandoned.
     let far = SystemTime::now() + Duration::from_secs(1 << 30);
     let inventory = repository.inventory().await.unwrap();
-    let rules = prune::Rules { keep_last: Some(1), ..prune::Rules::default() };
+    let rules = Rules { keep_last: Some(1), ..Rules::default() };
     assert_eq!(prune::plan(&inventory, rules, far), Plan::default());
 }
 
@@ -243,7 +247,7 @@ async fn an_attempt_that_was_pruned_is_not_acknowledged() {
     let id = attempt.intent.id.clone();
     // The writer is suspended for more than a day.
     let far = SystemTime::now() + Duration::from_secs(2 * 86_400);
-    let rules = prune::Rules { keep_last: Some(1), ..prune::Rules::default() };
+    let rules = Rules { keep_last: Some(1), ..Rules::default() };
     let pruned = prune::run(&repository, |all, _| Ok(prune::plan(all, rules, far))).await.unwrap();
     assert_eq!(pruned.unfinished, [id]);
     let error = attempt.publish(String::new()).await.unwrap_err().to_string();
@@ -259,7 +263,7 @@ async fn a_removed_backup_leaves_no_object() {
     let second = small(&repository, 1, Some(&first)).await;
     let staged = directory.path().join(names::pack(&second.id, 7) + "#1");
     fs::write(staged, b"x").unwrap();
-    let rules = prune::Rules { keep_last: Some(0), remove_last: true, ..Default::default() };
+    let rules = Rules { keep_last: Some(0), remove_last: true, ..Default::default() };
     let pruned =
         prune::run(&repository, |all, now| Ok(prune::plan(all, rules, now))).await.unwrap();
     // What counts from another goes first.
@@ -278,19 +282,19 @@ async fn keys_are_added_and_all_but_the_last_removed() {
         fs::write(&file, [byte; 32]).unwrap();
         file
     });
-    let [one, two] =
-        files.each_ref().map(|file| super::repository::seal::KeyFile::read(file).unwrap());
+    let [one, two] = files.each_ref().map(|file| KeyFile::read(file, "--key-file").unwrap());
     let location = Location::Directory(place.clone());
-    let open = async |file: &Path| Repository::open(&location, false, Some(file), None).await;
+    let open =
+        async |key: &KeyFile| Repository::open(&location, false, Some(key.clone()), None).await;
     let repository = repository(&place, Some(&files[0])).await;
     let backup = small(&repository, 0, None).await;
     let refused = repository.remove_key(&one.id().unwrap()).await.unwrap_err().to_string();
     assert!(refused.contains("the only one"), "{refused}");
-    assert!(open(&files[1]).await.is_err());
+    assert!(open(&two).await.is_err());
     repository.add_key(&two).await.unwrap();
     repository.remove_key(&one.id().unwrap()).await.unwrap();
-    assert!(open(&files[0]).await.is_err());
-    let opened = open(&files[1]).await.unwrap();
+    assert!(open(&one).await.is_err());
+    let opened = open(&two).await.unwrap();
     assert_eq!(opened.keys().await.unwrap().keys().collect::<Vec<_>>(), [&two.id().unwrap()]);
     restored(&opened, &backup, &directory.path().join("image"), false).await.unwrap();
 }
@@ -321,8 +325,11 @@ async fn two_first_writers_with_one_key_both_restore() {
 }
 
 #[tokio::test]
-async fn a_repository_of_format_1_is_refused_with_a_way_on() {
+async fn a_repository_of_format_1_is_refused_or_replaced() {
     let directory = tempfile::tempdir().unwrap();
+    let old = directory.path().join("backups/20260101T000000000Z-00000000");
+    fs::create_dir_all(&old).unwrap();
+    fs::write(old.join("manifest"), "").unwrap();
     let text = r#"{"version":1,"id":"0","created":"","encryption":null}"#;
     let hash = super::document::Hash::of(text.as_bytes());
     let document = format!("{{\"hash\":\"{hash}\",\"repository\":{text}}}\n");
@@ -332,5 +339,17 @@ async fn a_repository_of_format_1_is_refused_with_a_way_on() {
         let refused = Repository::open(&location, create, None, None).await;
         let error = refused.err().unwrap().to_string();
         assert!(error.contains("format 1") && error.contains("another directory"), "{error}");
+        assert!(error.contains("--replace-format-1"), "{error}");
     }
+    format_1::replace(&location, None).await.unwrap();
+    assert!(!old.join("manifest").exists());
+    let new = repository(directory.path(), None).await;
+    let backup = small(&new, 0, None).await;
+    // Another process, which saw format 1 before, removes only what is left of that.
+    fs::create_dir_all(directory.path().join("locks")).unwrap();
+    fs::write(directory.path().join("locks/0"), "").unwrap();
+    format_1::replace(&location, None).await.unwrap();
+    assert!(!directory.path().join("locks/0").exists());
+    restored(&new, &backup, &directory.path().join("image"), false).await.unwrap();
+    assert!(format_1::replace(&Location::Directory("/no/such/place".into()), None).await.is_ok());
 }

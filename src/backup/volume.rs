@@ -1,9 +1,9 @@
 //! A restore to a new volume: created, published as a raw block device below a private directory,
 //! written, and taken down again. A restore that fails removes the volume.
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 
-use super::{Done, Restorer};
+use super::restoring::{Done, Restorer};
 use crate::client::connection::Connection;
 use crate::client::names;
 use crate::client::scratch::Scratch;
@@ -24,11 +24,11 @@ pub async fn restore(
     let capacity = backup.subject.capacity_bytes;
     let restored = async {
         let device = scratch.attach_empty(connection, from.stop, name, capacity).await?;
-        from.restore(backup, &device, false).await
+        from.restore(backup, &device).await
     }
     .await;
     let bounded = connection.until(tokio::time::Instant::now() + CLEAN_UP);
-    let restored = restored.map(|done| Done { to: format!("volume {name}"), ..done });
+    let restored = restored.map(|done| done.with_target(format!("volume {name}")));
     match restored {
         Ok(done) => {
             scratch.release(&bounded).await.context("take down the restored volume")?;
@@ -36,7 +36,7 @@ pub async fn restore(
         }
         Err(error) => match scratch.clean(&bounded).await {
             Ok(()) => Err(error),
-            Err(left) => Err(anyhow!("{error:#}; {left:#}")),
+            Err(left) => Err(error.context(format!("{left:#}"))),
         },
     }
 }

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// An operation that is shorter shows nothing.
 const DELAY: Duration = Duration::from_secs(2);
@@ -21,12 +21,15 @@ const REDRAW: Duration = Duration::from_millis(200);
 const WAITING: &str = "{msg} {elapsed}";
 const COUNTED: &str =
     "{msg} {percent} %, {bytes} of {total_bytes}, {binary_bytes_per_sec}, {eta} left";
+/// The bytes of data are in the prefix: the position is that in a volume, which may be sparse.
+const DATA: &str = "{msg} {percent} %, {prefix}, {eta} left";
 
 static LINE: Mutex<Option<Line>> = Mutex::new(None);
 static QUIET: AtomicBool = AtomicBool::new(false);
 
 struct Line {
     bar: ProgressBar,
+    begun: Instant,
     /// Ends the thread that waits for the delay.
     _shown: Sender<()>,
 }
@@ -58,7 +61,7 @@ pub fn start(what: &'static str, quiet: bool) -> Shown {
             }
         }
     });
-    *line() = Some(Line { bar, _shown: sender });
+    *line() = Some(Line { bar, begun: Instant::now(), _shown: sender });
     Shown { owns_line: true }
 }
 
@@ -78,6 +81,20 @@ pub fn report(done: u64, total: u64) {
             bar.set_style(style(COUNTED));
         }
         bar.set_position(done);
+    }
+}
+
+/// Reports how many bytes of data are done, and where in a volume of `total` bytes the work is.
+pub fn report_data(data: u64, at: u64, total: u64) {
+    if let Some(Line { bar, begun, .. }) = &*line() {
+        if bar.length() != Some(total) {
+            bar.set_length(total);
+            bar.set_style(style(DATA));
+        }
+        let per_second = u128::from(data) * 1000 / begun.elapsed().as_millis().max(1);
+        let per_second = BinaryBytes(u64::try_from(per_second).unwrap_or(u64::MAX));
+        bar.set_prefix(format!("{} of data, {per_second}/s", BinaryBytes(data)));
+        bar.set_position(at);
     }
 }
 
@@ -110,8 +127,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_templates_are_valid() {
-        for template in [WAITING, COUNTED] {
+    fn all_templates_are_valid() {
+        for template in [WAITING, COUNTED, DATA] {
             ProgressStyle::with_template(template).unwrap();
         }
     }
@@ -120,6 +137,7 @@ mod tests {
     fn without_a_terminal_progress_shows_nothing() {
         let shown = start("testing", true);
         report(1, 2);
+        report_data(1, 2, 3);
         assert!(line().is_none());
         assert_eq!(suspend(|| 7), 7);
         drop(shown);

@@ -10,6 +10,11 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{Options, timed_out};
 
+/// A signal has stopped the work.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+pub struct Interrupted;
+
 /// How long a running call may continue after a signal. Calls take milliseconds; after a cancelled
 /// call the clean-up must find out what it did.
 const GRACE: Duration = Duration::from_secs(10);
@@ -58,7 +63,7 @@ impl Stop {
     /// It is time to stop.
     pub fn check(&self) -> Result<()> {
         if *self.signalled.borrow() {
-            bail!("interrupted");
+            bail!(Interrupted);
         }
         if Instant::now() >= self.deadline {
             bail!("{}", timed_out(self.timeout));
@@ -93,7 +98,7 @@ impl Stop {
                 Ok(outcome) => outcome,
                 Err(_) => bail!("{}", timed_out(self.timeout)),
             },
-            () = self.signal(grace) => bail!("interrupted"),
+            () = self.signal(grace) => Err(Interrupted.into()),
         }
     }
 

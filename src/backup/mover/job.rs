@@ -7,7 +7,8 @@ use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
-use super::super::args::{CopyTo, MoverArgs};
+use super::super::args::{CopyTo, MoverArgs, NewKey};
+use super::super::failure::FINAL;
 use super::super::repository::Location;
 use crate::client::Output;
 
@@ -18,6 +19,7 @@ const REPOSITORY: &str = "/repository";
 const TO: &str = "/to";
 const KEY: &str = "/var/run/secrets/csi-loopback/key";
 const TO_KEY: &str = "/var/run/secrets/csi-loopback/to-key";
+const NEW_KEY: &str = "/var/run/secrets/csi-loopback/new-key";
 const S3: &str = "/var/run/secrets/csi-loopback/s3";
 const TOKEN: &str = "/var/run/secrets/csi-loopback/token";
 
@@ -37,6 +39,8 @@ pub struct Work<'w> {
     pub audience: Option<&'w str>,
     /// A second repository.
     pub copy_to: Option<&'w CopyTo>,
+    /// A key to add.
+    pub new_key: Option<&'w NewKey>,
 }
 
 /// The block device of the pod.
@@ -81,9 +85,11 @@ pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>
     let copy_to = work.copy_to;
     args.extend(copy_to.map(|other| pod.repository("to", TO, &other.to)));
     let to_key = copy_to.and_then(|other| other.to_key_secret.as_ref());
+    let new_key = work.new_key.and_then(|new| new.new_key_secret.as_ref());
     for (name, path, flag, secret) in [
         ("key", KEY, format!("--key-file={KEY}/key"), flags.key_secret.as_ref()),
         ("to-key", TO_KEY, format!("--to-key-file={TO_KEY}/key"), to_key),
+        ("new-key", NEW_KEY, format!("--new-key-file={NEW_KEY}/key"), new_key),
         ("s3", S3, format!("--s3-credentials={S3}"), flags.s3_secret.as_ref()),
     ] {
         if let Some(secret) = secret {
@@ -122,7 +128,7 @@ pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>
             "ttlSecondsAfterFinished": EXPIRY,
             "podFailurePolicy": {"rules": [{
                 "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [1, 2]},
+                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FINAL},
             }]},
             "template": {
                 "metadata": {"labels": labels},
@@ -207,6 +213,12 @@ pub fn outcome(job: &Job) -> Option<Result<(), String>> {
     })
 }
 
+/// The exit code of a pod that has ended.
+pub fn exit_code(pod: &Pod) -> Option<i32> {
+    let mut containers = pod.status.as_ref()?.container_statuses.iter().flatten();
+    containers.find_map(|one| Some(one.state.as_ref()?.terminated.as_ref()?.exit_code))
+}
+
 /// Why a pod has not started; `None` when it has.
 pub fn waiting(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?;
@@ -250,13 +262,13 @@ mod tests {
     fn made(flags: &[&str], repository: &str, work: &Work<'_>) -> Value {
         let line = ["x", "--namespace", "shop", "--repository", repository];
         let args = Line::try_parse_from(line.iter().chain(flags)).ok().unwrap().repository;
-        let made = job("mover-1", &args.mover, &args.repository, work).unwrap();
+        let made = job("mover-1", &args.mover, &args.location().unwrap(), work).unwrap();
         serde_json::to_value(made).unwrap()
     }
 
     fn work<'w>(data: Data<'w>, audience: Option<&'w str>) -> Work<'w> {
         let args = vec!["backup".to_owned()];
-        Work { args, output: Output::Json, data, audience, copy_to: None }
+        Work { args, output: Output::Json, data, audience, copy_to: None, new_key: None }
     }
 
     #[test]
@@ -307,7 +319,8 @@ mod tests {
             let line = line.iter().chain(&["--to-key-secret", "key"]);
             let line = CopyLine::try_parse_from(line).ok().unwrap();
             let work = Work { copy_to: Some(&line.to), ..work(Data::None, None) };
-            let job = job("mover-1", &line.repository.mover, &line.repository.repository, &work);
+            let location = line.repository.location().unwrap();
+            let job = job("mover-1", &line.repository.mover, &location, &work);
             let job = serde_json::to_value(job.unwrap()).unwrap();
             let pod = &job["spec"]["template"]["spec"];
             let args = &pod["containers"][0]["args"];

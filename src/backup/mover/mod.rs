@@ -9,7 +9,6 @@ mod claim;
 mod job;
 mod restore;
 
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -20,10 +19,11 @@ use kube::{Api, Client};
 use serde_json::json;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::args::{CopyTo, MoverArgs, RepositoryArgs};
-use super::create::BaseChoice;
+use super::args::{ForPod, MoverArgs, NewKey, RepositoryArgs};
+use super::failure;
 use super::manifest::Group;
 use super::repository::Location;
+use super::settings::KeySource;
 use crate::client::cluster::{self, ALLOW_MODE_CHANGE, Failure, Retry, Snapshot, call};
 use crate::client::stop::Stop;
 use crate::client::{Options, progress, timed_out};
@@ -46,7 +46,7 @@ pub struct Mover<'m> {
     client: Client,
     namespace: &'m str,
     flags: &'m MoverArgs,
-    repository: &'m Location,
+    repository: Location,
     one_machine: bool,
     options: &'m Options,
     stop: &'m Stop,
@@ -60,35 +60,48 @@ impl<'m> Mover<'m> {
         stop: &'m Stop,
         args: &'m RepositoryArgs,
     ) -> Result<Self> {
-        let RepositoryArgs { repository, key_file, s3_credentials, one_machine, mover } = args;
+        let RepositoryArgs { s3_credentials, one_machine, mover, .. } = args;
         let namespace = mover.namespace.as_deref().context("--namespace is missing")?;
-        check_reachable("--repository", repository)?;
-        check_unset("--key-file", key_file.as_deref(), "--key-secret")?;
-        check_unset("--s3-credentials", s3_credentials.as_deref(), "--s3-secret")?;
+        let repository = args.location()?;
+        check_reachable("--repository", &repository)?;
+        // Of the environment, --key-secret takes the place.
+        if mover.key_secret.is_none() {
+            check_no_key(args.key()?, "--key-secret")?;
+        }
+        let is_set = s3_credentials.is_some();
+        ensure!(!is_set, "--s3-credentials: a mover pod cannot read it; set --s3-secret");
         let client = stop.wait(cluster::connect(mover.kubeconfig.as_deref())).await?;
         let one_machine = *one_machine;
         Ok(Self { client, namespace, flags: mover, repository, one_machine, options, stop })
     }
 
     /// Runs a command that needs only repositories; returns what the pod printed.
-    pub async fn manage(&self, args: Vec<String>, copy_to: Option<&CopyTo>) -> Result<String> {
-        if let Some(CopyTo { to, to_key_file, .. }) = copy_to {
-            check_reachable("--to", to)?;
-            check_unset("--to-key-file", to_key_file.as_deref(), "--to-key-secret")?;
+    pub async fn manage(&self, command: &ForPod<'_>) -> Result<String> {
+        let ForPod { args, copy_to, new_key, .. } = command;
+        if let Some(copy_to) = copy_to {
+            check_reachable("--to", &copy_to.to)?;
+            check_no_key(copy_to.key(), "--to-key-secret")?;
         }
-        let output = self.options.print.output;
-        self.run(Work { args, output, data: Data::None, audience: None, copy_to }).await
+        check_no_key(new_key.and_then(NewKey::key), "--new-key-secret")?;
+        let work = Work { copy_to: *copy_to, new_key: *new_key, ..self.work(args.clone()) };
+        self.run(work).await
     }
 
-    /// Backs up a VolumeSnapshot; returns what the pod printed.
-    pub async fn back_up(&self, snapshot: &str, base: &BaseChoice) -> Result<String> {
+    /// A command that needs only the repository.
+    fn work(&self, args: Vec<String>) -> Work<'_> {
+        let output = self.options.print.output;
+        Work { args, output, data: Data::None, audience: None, copy_to: None, new_key: None }
+    }
+
+    /// Backs up a VolumeSnapshot; returns what the pod printed. `flags`: further ones of the command.
+    pub async fn back_up(&self, snapshot: &str, flags: &[String]) -> Result<String> {
         let found = cluster::snapshot(&self.client, self.namespace, snapshot);
         let found = self.stop.wait(found).await?;
-        self.back_up_member(&found, None, base).await
+        self.back_up_member(&found, None, flags).await
     }
 
     /// Backs up the members of a VolumeGroupSnapshot; returns the set, as a pod printed it.
-    pub async fn back_up_group(&self, group: &str, base: &BaseChoice) -> Result<String> {
+    pub async fn back_up_group(&self, group: &str, flags: &[String]) -> Result<String> {
         let found = cluster::group(&self.client, self.namespace, group);
         let found = self.stop.wait(found).await?;
         let members = u32::try_from(found.members.len())?;
@@ -96,7 +109,7 @@ impl<'m> Mover<'m> {
         let set = Group { group_snapshot_id, group_snapshot, members };
         for (number, member) in found.members.iter().enumerate() {
             progress::note(&format!("backing up {}, {} of {members}", member.what, number + 1));
-            let created = self.back_up_member(member, Some(&set), base).await;
+            let created = self.back_up_member(member, Some(&set), flags).await;
             created.with_context(|| {
                 format!(
                     "{number} of {members} members of {group} are backed up, repeat the command \
@@ -105,7 +118,7 @@ impl<'m> Mover<'m> {
             })?;
         }
         let args = ["backup", "show", set.group_snapshot_id.as_str(), "--group"].map(str::to_owned);
-        self.manage(args.to_vec(), None).await
+        self.run(self.work(args.to_vec())).await
     }
 
     /// Backs up a VolumeSnapshot, perhaps as a member of a set.
@@ -113,7 +126,7 @@ impl<'m> Mover<'m> {
         &self,
         found: &Snapshot,
         set: Option<&Group>,
-        base: &BaseChoice,
+        flags: &[String],
     ) -> Result<String> {
         let audience = cluster::audience(&self.client, self.namespace, &found.driver);
         let audience = self.stop.wait(audience).await?;
@@ -126,15 +139,10 @@ impl<'m> Mover<'m> {
         if let Some(set) = set {
             args.push(format!("--set={}", serde_json::to_string(set)?));
         }
-        args.extend(match base {
-            BaseChoice::None => None,
-            BaseChoice::Auto => Some("--base=auto".to_owned()),
-            BaseChoice::Backup(backup) => Some(format!("--base={backup}")),
-        });
+        args.extend_from_slice(flags);
         let data =
             Data::Snapshot { name: &found.name, bytes: found.bytes, class: class.as_deref() };
-        let (output, audience) = (self.options.print.output, Some(audience.as_str()));
-        self.run(Work { args, output, data, audience, copy_to: None }).await
+        self.run(Work { data, audience: Some(&audience), ..self.work(args) }).await
     }
 
     /// Runs one command in a pod, and removes the Job in any case.
@@ -142,7 +150,7 @@ impl<'m> Mover<'m> {
         let name = new_name()?;
         let mut work = work;
         work.args.extend(self.one_machine.then(|| "--one-machine".to_owned()));
-        let job = job::job(&name, self.flags, self.repository, &work)?;
+        let job = job::job(&name, self.flags, &self.repository, &work)?;
         let what = self.what(&name);
         let outcome = async {
             let created = call(&what, self.jobs().create(&PostParams::default(), &job)).await;
@@ -166,7 +174,7 @@ impl<'m> Mover<'m> {
         let what = self.what(name);
         let begun = Instant::now();
         let start_by = begun + self.options.timeout;
-        let mut noted = String::new();
+        let (mut noted, mut seen) = (String::new(), None);
         loop {
             let state = async {
                 let job = call(&what, self.jobs().get(name)).await?;
@@ -179,6 +187,13 @@ impl<'m> Mover<'m> {
                 }
                 Ok((Some(Err(reason)), pod)) => return Err(self.failed(&reason, pod).await),
                 Ok((None, pod)) => {
+                    let current = pod.as_ref().and_then(|pod| pod.metadata.name.clone());
+                    if let (Some(before), Some(now)) = (&seen, &current)
+                        && before != now
+                    {
+                        progress::note(&format!("mover pod {before} ended, {now} replaces it"));
+                    }
+                    seen = current.or(seen);
                     let waiting = match &pod {
                         Some(pod) => job::waiting(pod),
                         None if begun.elapsed() < POD_DELAY => None,
@@ -211,6 +226,7 @@ impl<'m> Mover<'m> {
     }
 
     async fn failed(&self, reason: &str, pod: Option<Pod>) -> anyhow::Error {
+        let code = pod.as_ref().and_then(job::exit_code).unwrap_or_default();
         let log = match pod {
             Some(pod) => self.log(&pod).await.unwrap_or_else(|error| format!("{error:#}")),
             None => String::new(),
@@ -223,7 +239,7 @@ impl<'m> Mover<'m> {
         if text.is_empty() {
             anyhow!("the mover pod failed: {reason}")
         } else {
-            anyhow!("mover pod: {text}")
+            failure::Failure::of_code(code, format!("mover pod: {text}"))
         }
     }
 
@@ -324,9 +340,11 @@ fn check_reachable(flag: &str, repository: &Location) -> Result<()> {
     Ok(())
 }
 
-fn check_unset(flag: &str, path: Option<&Path>, instead: &str) -> Result<()> {
-    ensure!(path.is_none(), "{flag}: a mover pod cannot read this file; set {instead}");
-    Ok(())
+fn check_no_key(key: Option<KeySource>, instead: &str) -> Result<()> {
+    match key {
+        Some(key) => bail!("{}: a mover pod cannot read this key; set {instead}", key.name()),
+        None => Ok(()),
+    }
 }
 
 /// A name that is known before the call can be deleted even if the response is lost.

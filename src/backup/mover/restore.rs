@@ -5,8 +5,8 @@ use kube::api::{DeleteParams, PostParams};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::super::Done;
 use super::super::args::VolumeMode;
+use super::super::restoring::Done;
 use super::job::{self, Data, Work};
 use super::{Mover, claim, new_name};
 use crate::client::Output;
@@ -122,7 +122,7 @@ impl Mover<'_> {
                 )
             })?;
         }
-        Ok(Done { to: format!("claim {claim}"), ..restored })
+        Ok(restored.with_target(format!("claim {claim}")))
     }
 
     async fn restore_to(&self, id: &str, claim: &str, resume: bool) -> Result<Done> {
@@ -133,7 +133,7 @@ impl Mover<'_> {
 
     /// What a command in a pod prints as JSON.
     async fn result(&self, args: Vec<String>, data: Data<'_>) -> Result<String> {
-        self.run(Work { args, output: Output::Json, data, audience: None, copy_to: None }).await
+        self.run(Work { output: Output::Json, data, ..self.work(args) }).await
     }
 
     async fn create_claim(&self, name: &str, bytes: u64) -> Result<()> {

@@ -7,6 +7,7 @@ use tokio::task::JoinSet;
 
 use super::Repository;
 use super::names::Listing;
+use crate::backup::failure::Failure;
 use crate::backup::manifest::{BackupId, Intent, Manifest, check_chain, check_pair};
 
 /// Manifests that are read at the same time.
@@ -132,7 +133,7 @@ impl Inventory {
             return Ok(exact);
         }
         if let Some((id, error)) = self.damaged.iter().find(|(id, _)| id.as_str() == reference) {
-            bail!("backup {id}: {error:#}");
+            bail!(Failure::damaged(format!("backup {id}: {error:#}")));
         }
         let slug = crate::backend::ids::slug(reference);
         let names = |backup: &&Manifest| {
@@ -166,13 +167,18 @@ impl Inventory {
         let mut seen = BTreeSet::from([&backup.id]);
         while let Some(base) = chain.last().and_then(|newest| newest.subject.base.clone()) {
             let found = self.backups.iter().find(|one| one.id == base.backup);
-            let found = found.with_context(|| {
-                format!("backup {} needs backup {}, which is missing", backup.id, base.backup)
+            let found = found.ok_or_else(|| {
+                let (id, base) = (&backup.id, &base.backup);
+                Failure::damaged(format!("backup {id} needs backup {base}, which is missing"))
             })?;
-            ensure!(seen.insert(&found.id), "the chain of {} has no end", backup.id);
+            ensure!(
+                seen.insert(&found.id),
+                Failure::damaged(format!("the chain of {} has no end", backup.id))
+            );
             chain.push(found.clone());
         }
-        check_chain(&chain)?;
+        let damaged = || Failure::damaged(format!("the chain of backup {} is damaged", backup.id));
+        check_chain(&chain).with_context(damaged)?;
         Ok(chain)
     }
 }

@@ -11,6 +11,7 @@ use super::run::Ended;
 use super::seal::{KeyFile, Master, Masters, Slot};
 use super::{MAX_DOCUMENT, Repository};
 use crate::backup::document;
+use crate::backup::failure::Failure;
 use crate::backup::protocol::{Family, Outcome, Plan, Removal};
 
 /// In place of a slot: the repository is not encrypted.
@@ -51,7 +52,9 @@ impl Repository {
         let Some(file) = self.key.clone() else {
             ensure!(
                 slots.iter().any(|name| name == NONE),
-                "the repository {location} is encrypted; name its key with --key-file"
+                Failure::wrong_key(format!(
+                    "the repository {location} is encrypted; name its key with --key-file"
+                ))
             );
             return Ok(());
         };
@@ -61,14 +64,19 @@ impl Repository {
             let Some((master, _)) = parts(name).filter(|(_, key)| *key == id) else { continue };
             if let Some(slot) = self.slot(name).await? {
                 let opened = Master::open(&slot, &file);
-                let opened = opened.with_context(|| format!("--key-file: {KEYS}/{name}"))?;
+                let opened = opened.with_context(|| format!("{file}: {KEYS}/{name}"))?;
                 masters.insert(master.to_owned(), opened);
             }
         }
         if masters.is_empty() && slots.iter().all(|name| name == NONE) {
-            bail!("--key-file: the repository {location} is not encrypted");
+            bail!(Failure::wrong_key(format!(
+                "{file}: the repository {location} is not encrypted"
+            )));
         }
-        ensure!(!masters.is_empty(), "--key-file: it is not the key of the repository {location}");
+        ensure!(
+            !masters.is_empty(),
+            Failure::wrong_key(format!("{file}: it is not the key of the repository {location}"))
+        );
         self.masters = Masters(masters);
         Ok(())
     }
@@ -107,6 +115,11 @@ impl Repository {
             self.put_slot(id, master, file).await?;
         }
         file.id()
+    }
+
+    /// Of the key file by which the repository was opened; none without encryption.
+    pub fn key_id(&self) -> Result<Option<String>> {
+        self.key.as_ref().map(KeyFile::id).transpose()
     }
 
     /// The ids of all key files, and when each was added.

@@ -7,12 +7,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 
+use crate::backup::failure::Failure;
 use crate::kubernetes::name;
 
 /// One file of credentials is short; a larger one is not what was meant.
@@ -46,6 +47,15 @@ impl FromStr for Location {
                     "is empty; write a directory, s3://BUCKET/PREFIX or claim:NAME".to_owned()
                 );
             }
+            // Such as s3:BUCKET or HOST:/PATH, which mean another place to other programs.
+            if let Some((word, _)) = text.split_once(':')
+                && !word.contains('/')
+            {
+                return Err(format!(
+                    "{word}: is not supported; write ./{text} for a directory of this name, \
+                     s3://BUCKET/PREFIX or claim:NAME"
+                ));
+            }
             return Ok(Self::Directory(PathBuf::from(text)));
         };
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
@@ -77,6 +87,14 @@ impl fmt::Display for Location {
 impl Location {
     pub fn is_bucket(&self) -> bool {
         matches!(self, Self::S3 { .. })
+    }
+
+    /// Of a repository in a directory.
+    pub fn directory(&self) -> Option<&Path> {
+        match self {
+            Self::Directory(path) => Some(path),
+            Self::S3 { .. } | Self::Claim { .. } => None,
+        }
     }
 
     fn claim(text: &str) -> Result<Self, String> {
@@ -127,6 +145,12 @@ impl Location {
                     let made = builder.recursive(true).mode(0o700).create(path);
                     made.with_context(|| format!("make the directory {self}"))?;
                 }
+                ensure!(
+                    path.is_dir(),
+                    Failure::no_repository(format!(
+                        "--repository {self}: there is no such directory"
+                    ))
+                );
                 let store = LocalFileSystem::new_with_prefix(path)
                     .with_context(|| format!("--repository {self}: open the directory"))?;
                 Ok(Arc::new(store.with_fsync(true)))
@@ -231,8 +255,26 @@ mod tests {
         assert_eq!(parse("s3://b").unwrap().to_string(), "s3://b");
         assert_eq!(parse("claim:c").unwrap().to_string(), "claim:c/backups");
         assert_eq!(parse("claim:c/p/q/").unwrap().to_string(), "claim:c/p/q");
-        let wrong =
-            ["", "s3://", "s3:///p", "gs://b", "http://h/p", "claim:", "claim:A", "claim:c/../d"];
+        assert_eq!(parse("./a:b").unwrap(), Location::Directory("./a:b".into()));
+        assert_eq!(parse("a/b:c").unwrap(), Location::Directory("a/b:c".into()));
+        let wrong = [
+            "",
+            "s3://",
+            "s3:///p",
+            "gs://b",
+            "http://h/p",
+            "claim:",
+            "claim:A",
+            "claim:c/../d",
+            "s3:b/p",
+            "S3:b",
+            "sftp:u@h:/p",
+            "host:/p",
+            "u@h:p",
+            "file:/p",
+            "claims:c",
+            ":p",
+        ];
         for wrong in wrong {
             assert!(parse(wrong).is_err(), "{wrong}");
         }

@@ -2,6 +2,7 @@
 //! their encryption ([`seal`], [`keys`]), and what it holds ([`inventory`]). [`run`] drives the
 //! protocol by which processes share it.
 
+pub mod format_1;
 mod inventory;
 pub mod keys;
 pub mod location;
@@ -15,10 +16,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::document::{self, Hash, OtherVersion, VERSION};
+use super::failure::Failure;
 use super::manifest::{BackupId, CHUNK_BYTES, Chunk, Intent, Manifest, PACK_BYTES, Page};
 pub use inventory::Inventory;
 pub use location::Location;
@@ -59,23 +61,21 @@ impl Repository {
     pub async fn open(
         location: &Location,
         create: bool,
-        key_file: Option<&Path>,
+        key: Option<KeyFile>,
         credentials: Option<&Path>,
     ) -> Result<Self> {
-        let key = key_file.map(KeyFile::read).transpose()?;
-        let root = match location {
-            Location::Directory(path) => Some(path.clone()),
-            Location::S3 { .. } | Location::Claim { .. } => None,
-        };
-        let store = Store::new(location.store(create, credentials)?, root.clone());
+        let root = location.directory();
+        let store = Store::new(location.store(create, credentials)?, root.map(Path::to_owned));
         match store.get(DESCRIPTION, MAX_DOCUMENT).await? {
             Some(document) => {
                 let read = document::read::<Description>("repository", DESCRIPTION, &document);
                 read.map_err(|error| other_format(location, error))?;
             }
-            None if create => describe(&store, location, root.as_deref()).await?,
+            None if create => describe(&store, location, root).await?,
             None => {
-                bail!("--repository {location}: there is no repository; `backup create` makes one")
+                bail!(Failure::no_repository(format!(
+                    "--repository {location}: there is no repository; `backup create` makes one"
+                )))
             }
         }
         let mut opened =
@@ -97,7 +97,7 @@ impl Repository {
         let path = object(id, "manifest");
         let Some(document) = self.document(id, &path).await? else { return Ok(None) };
         let manifest: Manifest = document::read("manifest", &path, &document)?;
-        manifest.check(id).with_context(|| format!("{path} is damaged"))?;
+        manifest.check(id).with_context(|| damaged(&path))?;
         Ok(Some(manifest))
     }
 
@@ -151,8 +151,7 @@ impl Repository {
         let (hash, size) = (Hash::of(&object), object.len() as u64);
         let opened = self.open_sealed(id, &path, object)?;
         let limit = usize::try_from(MAX_DOCUMENT)?;
-        let document =
-            document::decompress(&opened, limit).with_context(|| format!("{path} is damaged"))?;
+        let document = document::decompress(&opened, limit).with_context(|| damaged(&path))?;
         Ok(Some((document::read("page", &path, &document)?, hash, size)))
     }
 
@@ -182,10 +181,12 @@ impl Repository {
     pub async fn pack(&self, page: &Page) -> Result<Vec<u8>> {
         let path = names::pack(&page.backup, page.number);
         let pack = self.store.get(&path, MAX_PACK).await?;
-        let pack = pack.ok_or_else(|| anyhow!("{path} is missing"))?;
+        let pack = pack.ok_or_else(|| Failure::damaged(format!("{path} is missing")))?;
         ensure!(
             pack.len() as u64 == page.pack_bytes && crc32c::crc32c(&pack) == page.pack_crc,
-            "{path} is damaged: it does not have the size and the checksum of its page"
+            Failure::damaged(format!(
+                "{path} is damaged: it does not have the size and the checksum of its page"
+            ))
         );
         Ok(pack)
     }
@@ -237,6 +238,10 @@ impl Repository {
     }
 }
 
+fn damaged(path: &str) -> Failure {
+    Failure::damaged(format!("{path} is damaged"))
+}
+
 /// Writes the description of a new repository. Another process may do so as well.
 async fn describe(store: &Store, location: &Location, root: Option<&Path>) -> Result<()> {
     let own = [DESCRIPTION, RESERVE, BACKUPS, KEYS, MARKS];
@@ -246,6 +251,11 @@ async fn describe(store: &Store, location: &Location, root: Option<&Path>) -> Re
             "--repository {location}: there are other files and no repository; name an empty place"
         );
     }
+    make(store, root).await
+}
+
+/// Puts what every repository has.
+async fn make(store: &Store, root: Option<&Path>) -> Result<()> {
     if let Some(root) = root {
         // A full filesystem may have no room for it later.
         std::fs::create_dir_all(root.join(MARKS)).context("make the directory of marks")?;
@@ -257,11 +267,12 @@ async fn describe(store: &Store, location: &Location, root: Option<&Path>) -> Re
 /// What to do about a repository of another format.
 fn other_format(location: &Location, error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<OtherVersion>() {
-        Some(OtherVersion { version, .. }) => anyhow!(
+        Some(OtherVersion { version, .. }) => Failure::no_repository(format!(
             "--repository {location} has format {version}, and this program reads and writes format \
-             {VERSION}; name another directory or prefix, and remove this one when its backups are \
-             not needed any more"
-        ),
+             {VERSION}; name another directory or prefix, or set --replace-format-1 of `backup \
+             create`, which removes the backups of format 1"
+        ))
+        .into(),
         None => error.context(format!("--repository {location}")),
     }
 }

@@ -7,6 +7,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -15,43 +17,66 @@ use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
 use serde::{Deserialize, Serialize};
 
 use crate::backup::document::VERSION;
+use crate::backup::failure::Failure;
 
 const MIN_KEY_BYTES: usize = 32;
 const MAX_KEY_BYTES: u64 = 64 << 10;
 const MASTER_BYTES: usize = 32;
 
-/// The secret of a key file. It does not print.
+/// The secret of a key file. It does not print; what prints is where it comes from.
 #[derive(Clone)]
-pub struct KeyFile(Vec<u8>);
+pub struct KeyFile {
+    bytes: Vec<u8>,
+    /// For errors: a flag or variable, with its value.
+    source: String,
+}
 
 impl fmt::Debug for KeyFile {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str("KeyFile")
+        write!(out, "KeyFile({})", self.source)
+    }
+}
+
+impl fmt::Display for KeyFile {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.source)
     }
 }
 
 impl KeyFile {
+    /// `name`: the flag or variable that names the file.
+    ///
     /// # Errors
     /// The file cannot be read, or is too short to be a key.
-    pub fn read(path: &Path) -> Result<Self> {
-        let shown = path.display();
-        let size = path.metadata().with_context(|| format!("--key-file {shown}: read"))?.len();
-        if size > MAX_KEY_BYTES {
-            bail!("--key-file {shown} has {size} bytes, {MAX_KEY_BYTES} at most");
+    pub fn read(path: &Path, name: &str) -> Result<Self> {
+        let source = format!("{name} {}", path.display());
+        let file = File::open(path).with_context(|| format!("{source}: read"))?;
+        Self::from_reader(file, source)
+    }
+
+    /// A key of at most 64 KiB. `source`: where it comes from, for errors.
+    ///
+    /// # Errors
+    /// It cannot be read, or is too short or too long to be a key.
+    pub fn from_reader(reader: impl Read, source: String) -> Result<Self> {
+        let mut bytes = Vec::new();
+        let read = reader.take(MAX_KEY_BYTES + 1).read_to_end(&mut bytes);
+        read.with_context(|| format!("{source}: read"))?;
+        let length = bytes.len();
+        if length as u64 > MAX_KEY_BYTES {
+            bail!("{source} has more than {MAX_KEY_BYTES} bytes");
         }
-        let bytes = std::fs::read(path).with_context(|| format!("--key-file {shown}: read"))?;
-        if bytes.len() < MIN_KEY_BYTES {
+        if length < MIN_KEY_BYTES {
             bail!(
-                "--key-file {shown} has {} bytes, {MIN_KEY_BYTES} at least; make one with \
-                 `head -c 32 /dev/urandom >FILE`",
-                bytes.len()
+                "{source} has {length} bytes, {MIN_KEY_BYTES} at least; make a key with \
+                 `head -c 32 /dev/urandom >FILE`"
             );
         }
-        Ok(Self(bytes))
+        Ok(Self { bytes, source })
     }
 
     fn secret(&self) -> Secret {
-        Secret::new(b"csi-loopback key file", &self.0)
+        Secret::new(b"csi-loopback key file", &self.bytes)
     }
 
     /// By which the slots of this key file are found. It reveals nothing of the key.
@@ -199,7 +224,7 @@ impl Key {
     }
 
     fn open(&self, path: &str, mut sealed: Vec<u8>) -> Result<Vec<u8>> {
-        let damaged = || anyhow!("{path} is damaged, or sealed with another key");
+        let damaged = || Failure::damaged(format!("{path} is damaged, or sealed with another key"));
         let (nonce, _) = sealed.split_first_chunk::<NONCE_LEN>().ok_or_else(damaged)?;
         let nonce = Nonce::assume_unique_for_key(*nonce);
         let aad = Aad::from(path.as_bytes());
@@ -259,7 +284,8 @@ mod tests {
     #[test]
     fn each_key_file_opens_its_slot_of_a_master_key() {
         let (id, master) = Master::generate().unwrap();
-        let [one, two] = [1, 2].map(|byte| KeyFile(vec![byte; 32]));
+        let [one, two] = [1, 2]
+            .map(|byte| KeyFile::from_reader(&[byte; 32][..], "--key-file".to_owned()).unwrap());
         assert_ne!(one.id().unwrap(), two.id().unwrap());
         let slot = master.slot(&id, &one, String::new()).unwrap();
         assert_eq!(Master::open(&slot, &one).unwrap().0, master.0);
@@ -269,12 +295,16 @@ mod tests {
     }
 
     #[test]
-    fn a_short_key_file_is_refused() {
+    fn a_short_or_long_key_is_refused_and_none_is_printed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("key");
         std::fs::write(&path, [1; 31]).unwrap();
-        assert!(KeyFile::read(&path).unwrap_err().to_string().contains("31 bytes"));
-        std::fs::write(&path, [1; 32]).unwrap();
-        assert_eq!(format!("{:?}", KeyFile::read(&path).unwrap()), "KeyFile");
+        let refused = || KeyFile::read(&path, "--key-file").unwrap_err().to_string();
+        assert!(refused().starts_with("--key-file /") && refused().contains("31 bytes"));
+        std::fs::write(&path, vec![1; (64 << 10) + 1]).unwrap();
+        assert!(refused().contains("more than 65536 bytes"), "{}", refused());
+        std::fs::write(&path, "k".repeat(32)).unwrap();
+        let key = KeyFile::read(&path, "--key-file").unwrap();
+        assert!(!format!("{key:?} {key}").contains("kkk"));
     }
 }

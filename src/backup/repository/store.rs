@@ -10,6 +10,7 @@ use object_store::path::Path;
 use object_store::{Error, ObjectStore, ObjectStoreExt};
 use tokio_stream::StreamExt;
 
+use crate::backup::failure::Failure;
 use crate::fail_point::hit;
 
 /// Cheap to clone.
@@ -53,7 +54,10 @@ impl Store {
             Err(error) => return Err(error).with_context(read),
         };
         let size = found.meta.size;
-        anyhow::ensure!(size <= limit, "{path} is damaged: it has {size} bytes, {limit} at most");
+        anyhow::ensure!(
+            size <= limit,
+            Failure::damaged(format!("{path} is damaged: it has {size} bytes, {limit} at most"))
+        );
         Ok(Some(found.bytes().await.with_context(read)?.into()))
     }
 
@@ -61,6 +65,10 @@ impl Store {
     pub async fn get_range(&self, path: &str, offset: u64, length: u64) -> Result<Vec<u8>> {
         let range = offset..offset.saturating_add(length);
         let bytes = self.objects.get_range(&Path::from(path), range).await;
+        let bytes = bytes.map_err(|error| match error {
+            Error::NotFound { .. } => Failure::damaged(format!("{path} is missing")).into(),
+            error => anyhow::Error::from(error),
+        });
         Ok(bytes.with_context(|| format!("read {length} bytes of {path} at {offset}"))?.into())
     }
 

@@ -72,6 +72,7 @@ fn kills(rounds: u64, bytes: u64) {
             time = begun.elapsed();
         }
         let target = driver.scratch().join("image");
+        let _ = fs::remove_file(&target);
         let restore = ["restore", &name, "--to", path(&target)];
         hit += u64::from(killed(&rig, &restore, part(&mut random, time)));
         rig.json(&[&restore[..], &["--resume"]].concat());
@@ -88,7 +89,7 @@ fn kills(rounds: u64, bytes: u64) {
             rig.restores(&name);
             // A chain of its own, so that prune has something to remove.
             rig.snapshot(&format!("full{round}"), 1);
-            rig.create(&format!("full{round}"), &[]);
+            rig.create(&format!("full{round}"), &["--full"]);
         }
     }
     report(&format!("{rounds} rounds, {hit} processes killed, {resumed} backups continued"));
@@ -174,7 +175,7 @@ fn kills_at_every_step(rig: &mut Rig<'_>, place: &dyn Fn(&str) -> String) {
     for number in 1.. {
         rig.repository[1] = place(&format!("prune-{number}"));
         rig.create("a", &[]);
-        rig.create("b", &[]);
+        rig.create("b", &["--full"]);
         let prune = ["backup", "prune", "--keep-last", "1"];
         if !killed_at(rig, &prune, number) {
             break;

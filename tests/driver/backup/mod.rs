@@ -6,6 +6,7 @@ mod damage;
 mod killed;
 mod s3;
 mod stories;
+mod usage;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -123,9 +124,15 @@ impl<'d> Rig<'d> {
     /// The error of a command, which must fail.
     #[track_caller]
     fn refused(&self, arguments: &[&str], words: &str) {
+        self.fails(1, arguments, words);
+    }
+
+    /// The same with another exit code.
+    #[track_caller]
+    fn fails(&self, code: i32, arguments: &[&str], words: &str) {
         let output = self.run(arguments);
         let error = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {error}");
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {error}");
         assert!(error.contains(words), "{arguments:?}: {error}");
     }
 

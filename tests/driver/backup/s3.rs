@@ -81,7 +81,7 @@ fn a_bucket_holds_the_same_backups_as_a_directory() {
         let to = driver.scratch().join("copy");
         rig.json(&["backup", "copy", "--to", path(&to)]);
         rig.snapshot("c", 3);
-        rig.create("c", &[]);
+        rig.create("c", &["--full"]);
         let pruned = rig.json(&["backup", "prune", "--keep-last", "1"]);
         assert_eq!(pruned["removed"].as_array().unwrap().len(), 2);
         rig.verify();

@@ -53,7 +53,7 @@ fn a_restore_replaces_whatever_the_target_held() {
         let target = driver.scratch().join("image");
         // Larger than the volume, and full of something else.
         fs::write(&target, vec![0xee; 9 * MIB as usize]).unwrap();
-        rig.json(&["restore", "b", "--to", path(&target)]);
+        rig.json(&["restore", "b", "--to", path(&target), "--overwrite"]);
         let mut expected = rig.images["b"].clone();
         expected.resize(9 * MIB as usize, 0);
         assert!(fs::read(&target).unwrap() == expected);
@@ -142,7 +142,7 @@ fn holes_stay_holes_and_a_smaller_target_is_refused() {
         };
         assert!(used(&target) < 4 * MIB, "{} bytes are used", used(&target));
         File::options().write(true).open(&target).unwrap().set_len(GIB / 4).unwrap();
-        rig.refused(&["restore", "a", "--to", path(&target)], "larger target");
+        rig.refused(&["restore", "a", "--to", path(&target), "--overwrite"], "larger target");
         rig.refused(&["restore", "a", "--to", "/dev/no-such-disk"], "no such device");
         rig.refused(&["restore", "z", "--to", path(&target)], "no backup");
     });
@@ -190,7 +190,7 @@ fn prune_removes_only_what_no_kept_backup_needs() {
     with_driver(|driver| {
         let mut rig = two_backups(driver, "v");
         rig.snapshot("c", 10);
-        rig.create("c", &[]);
+        rig.create("c", &["--full"]);
         rig.snapshot("d", 10);
         rig.create("d", &["--base", "c"]);
         let planned = rig.json(&["backup", "prune", "--keep-last", "1", "--dry-run"]);
@@ -229,9 +229,9 @@ fn a_copy_restores_and_may_have_another_key() {
         let mut copy = Rig::new(driver, "w", MIB);
         copy.images = rig.images.clone();
         copy.repository[1] = path(&to).to_owned();
-        copy.refused(&["backup", "list"], "is encrypted");
+        copy.fails(12, &["backup", "list"], "is encrypted");
         copy.repository.extend(["--key-file".to_owned(), path(&other_key).to_owned()]);
-        copy.refused(&["backup", "list"], "not the key");
+        copy.fails(12, &["backup", "list"], "not the key");
         copy.repository[3] = path(&key).to_owned();
         copy.verify();
         copy.restores("b");
@@ -244,7 +244,7 @@ fn a_copy_restores_and_may_have_another_key() {
             let bytes = fs::read(file).unwrap();
             assert!(!bytes.windows(8).any(|window| window == b"snapshot"), "{}", file.display());
         }
-        rig.refused(&["backup", "list", "--key-file", path(&key)], "is not encrypted");
+        rig.fails(12, &["backup", "list", "--key-file", path(&key)], "is not encrypted");
     });
 }
 

@@ -77,7 +77,8 @@ fn image(flags: &MoverArgs) -> String {
 
 /// The Job that runs one command.
 ///
-/// A pod that was killed is replaced, and continues; a command that fails ends the Job.
+/// A pod that was killed, interrupted or evicted is replaced, and continues: its exit code is none
+/// of [`FINAL`], or Kubernetes says that the pod was disrupted. A command that fails ends the Job.
 pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>) -> Result<Job> {
     let mut pod = Volumes::default();
     let mut args = work.args.clone();
@@ -126,10 +127,16 @@ pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>
         "metadata": {"name": name, "labels": labels},
         "spec": {
             "ttlSecondsAfterFinished": EXPIRY,
-            "podFailurePolicy": {"rules": [{
-                "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FINAL},
-            }]},
+            "podFailurePolicy": {"rules": [
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FINAL},
+                },
+            ]},
             "template": {
                 "metadata": {"labels": labels},
                 "spec": {
@@ -332,6 +339,29 @@ mod tests {
             let names: Vec<_> = names.map(|one| one["name"].as_str().unwrap()).collect();
             assert_eq!(names.join(" "), volumes);
         }
+    }
+
+    #[test]
+    fn a_killed_or_evicted_pod_is_replaced_and_an_error_is_not() {
+        let job = made(&[], "claim:backups", &work(Data::None, None));
+        let rules = job["spec"]["podFailurePolicy"]["rules"].as_array().unwrap();
+        // The first rule that fits decides.
+        assert_eq!(rules[0]["action"], "Ignore");
+        assert_eq!(
+            rules[0]["onPodConditions"],
+            json!([{"type": "DisruptionTarget", "status": "True"}])
+        );
+        assert_eq!(rules[1]["action"], "FailJob");
+        let codes = rules[1]["onExitCodes"]["values"].as_array().unwrap();
+        // An interruption, and SIGKILL and SIGTERM as shells report them.
+        for replaced in [130, 137, 143] {
+            assert!(!codes.contains(&json!(replaced)), "{codes:?}");
+        }
+        assert!(codes.contains(&json!(1)) && codes.contains(&json!(2)), "{codes:?}");
+        let terminated = json!({"terminated": {"exitCode": 12}});
+        let container = json!({"name": "mover", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": terminated});
+        let pod = json!({"status": {"containerStatuses": [container]}});
+        assert_eq!(exit_code(&serde_json::from_value(pod).unwrap()), Some(12));
     }
 
     #[test]

@@ -189,6 +189,37 @@ fn mover_pods_back_up_and_restore_a_group_as_a_set() {
 }
 
 #[test]
+fn a_killed_mover_pod_is_replaced_and_continues() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let group = Group::new(&rig);
+    // SIGKILL before the manifest: after the pages, which are put seventh.
+    group.movers.fail_next("kill 7 backup.put");
+    let output = group.run(&CREATE, usize::MAX);
+    let created: Value = serde_json::from_str(&stdout_of(output)).unwrap();
+    assert_eq!(ids(&created).len(), 2);
+    let attempts = fs::read_dir(group.movers.claim("a").join("backups/backups")).unwrap();
+    let attempts: Vec<_> = attempts.map(|attempt| attempt.unwrap().path()).collect();
+    let (whole, killed): (Vec<_>, Vec<_>) =
+        attempts.iter().partition(|attempt| attempt.join("manifest").exists());
+    assert_eq!((whole.len(), killed.len()), (2, 1), "{attempts:?}");
+    // A backup uses the pages of the killed attempt.
+    assert!(killed[0].join("pages").exists());
+    let id = killed[0].file_name().unwrap().to_str().unwrap();
+    let refers = |attempt: &&&std::path::PathBuf| {
+        fs::read_to_string(attempt.join("manifest")).unwrap().contains(id)
+    };
+    assert_eq!(whole.iter().filter(refers).count(), 1);
+    assert_eq!(group.json(&RESTORE).as_array().unwrap().len(), 2);
+    for (claim, image) in &group.images {
+        assert!(fs::read(group.movers.claim(&format!("restored-{claim}"))).unwrap() == *image);
+    }
+    // An error is final, and its exit code arrives.
+    let none = group.run(&["backup", "list", "--repository", "claim:a/none"], usize::MAX);
+    assert_eq!(none.status.code(), Some(10), "{}", String::from_utf8_lossy(&none.stderr));
+}
+
+#[test]
 #[ignore = "full tier"]
 fn an_interrupted_group_backup_is_incomplete_and_resumes() {
     let Some(cluster) = shared() else { return };

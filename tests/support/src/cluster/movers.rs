@@ -2,16 +2,18 @@
 //! directories and files in the place of claims and devices, and serves its output as the log of
 //! a pod.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::net::Ipv4Addr;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::batch::v1::{Job, JobSpec};
 use k8s_openapi::api::core::v1::{Node, Pod, PodSpec, ServiceAccount, Volume};
 use kube::api::DeleteParams;
 use nix::sys::signal::{Signal, kill};
@@ -42,6 +44,8 @@ pub struct Movers<'a> {
     directory: PathBuf,
     /// The data of VolumeSnapshots, by name.
     images: BTreeMap<String, PathBuf>,
+    /// Of the next pod.
+    fail_points: RefCell<Option<String>>,
     kubelet: JoinHandle<()>,
 }
 
@@ -60,7 +64,7 @@ impl<'a> Movers<'a> {
             }
         }
         let directory = cluster.scratch().join(cluster.unique("movers"));
-        for name in ["claims", "logs", "token"] {
+        for name in ["claims", "fail-points", "logs", "token"] {
             fs::create_dir_all(directory.join(name)).unwrap();
         }
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
@@ -76,12 +80,18 @@ impl<'a> Movers<'a> {
         cluster.merge_status(&nodes, &node, &status);
         let kubelet = cluster.spawn_task(serve_logs(listener, directory.join("logs")));
         let (namespace, images) = (namespace.to_owned(), BTreeMap::new());
-        Self { cluster, namespace, account, node, directory, images, kubelet }
+        let fail_points = RefCell::default();
+        Self { cluster, namespace, account, node, directory, images, fail_points, kubelet }
     }
 
     /// Sets the data of a VolumeSnapshot.
     pub fn hold(&mut self, snapshot: &str, image: PathBuf) {
         self.images.insert(snapshot.to_owned(), image);
+    }
+
+    /// Lets the next pod follow this plan of fail points.
+    pub fn fail_next(&self, plan: &str) {
+        self.fail_points.replace(Some(plan.to_owned()));
     }
 
     /// The directory or file in the place of a claim.
@@ -112,7 +122,7 @@ impl<'a> Movers<'a> {
                 match seen.insert(name.clone()) {
                     false => {}
                     true if seen.len() > jobs => kill(pid, Signal::SIGINT).unwrap(),
-                    true => self.complete(&name, job.spec.unwrap().template.spec.unwrap()),
+                    true => self.complete(&name, &job.spec.unwrap()),
                 }
             }
             self.collect_garbage();
@@ -121,16 +131,18 @@ impl<'a> Movers<'a> {
         ended.join().unwrap()
     }
 
-    /// Runs the command of a Job, and reports its end as kubelet and controllers do.
-    fn complete(&self, job: &str, spec: PodSpec) {
-        let output = Command::new(binary()).args(self.arguments(&spec)).output().unwrap();
-        let log = [output.stdout, output.stderr].concat();
-        fs::write(self.directory.join("logs").join(job), log).unwrap();
-        let mut spec = serde_json::to_value(spec).unwrap();
-        spec["nodeName"] = self.node.as_str().into();
-        let metadata = json!({ "name": job, "labels": { JOB: job } });
-        let pods = self.cluster.api_in::<Pod>(&self.namespace);
-        self.cluster.create(&pods, json!({ "metadata": metadata, "spec": spec }));
+    /// Runs the command of a Job, again after a failure that its policy does not call final, and
+    /// reports its end as kubelet and controllers do.
+    fn complete(&self, job: &str, spec: &JobSpec) {
+        let pod = spec.template.spec.as_ref().unwrap();
+        let mut code = self.run_pod(job, 0, pod);
+        for number in 1.. {
+            if code == 0 || is_final(spec, code) {
+                break;
+            }
+            assert!(number < 6, "{job}: the limit of pods");
+            code = self.run_pod(job, number, pod);
+        }
         let now = k8s_openapi::jiff::Timestamp::now().to_string();
         let condition = |kind: &str| {
             json!({
@@ -138,17 +150,47 @@ impl<'a> Movers<'a> {
                 "lastProbeTime": now, "lastTransitionTime": now,
             })
         };
-        let status = match output.status.success() {
-            true => json!({
+        let status = match code {
+            0 => json!({
                 "startTime": now, "completionTime": now, "succeeded": 1,
                 "conditions": [condition("SuccessCriteriaMet"), condition("Complete")],
             }),
-            false => json!({
+            _ => json!({
                 "startTime": now, "failed": 1,
                 "conditions": [condition("FailureTarget"), condition("Failed")],
             }),
         };
         self.cluster.merge_status(&self.cluster.api_in::<Job>(&self.namespace), job, &status);
+    }
+
+    /// Runs the command of a pod; returns its exit code as kubelet reports it.
+    fn run_pod(&self, job: &str, number: usize, spec: &PodSpec) -> i32 {
+        let mut command = Command::new(binary());
+        command.args(self.arguments(spec));
+        if let Some(plan) = self.fail_points.take() {
+            let directory = self.directory.join("fail-points");
+            fs::write(directory.join("plan"), plan).unwrap();
+            command.env("CSI_LOOPBACK_FAIL_POINTS", directory);
+        }
+        let output = command.output().unwrap();
+        let status = output.status;
+        let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap());
+        let name = format!("{job}-{number}");
+        let log = [output.stdout, output.stderr].concat();
+        fs::write(self.directory.join("logs").join(&name), log).unwrap();
+        let mut spec = serde_json::to_value(spec).unwrap();
+        spec["nodeName"] = self.node.as_str().into();
+        let metadata = json!({ "name": name, "labels": { JOB: job } });
+        let pods = self.cluster.api_in::<Pod>(&self.namespace);
+        self.cluster.create(&pods, json!({ "metadata": metadata, "spec": spec }));
+        let container = json!({
+            "name": spec["containers"][0]["name"], "image": "", "imageID": "", "ready": false,
+            "restartCount": 0, "state": { "terminated": { "exitCode": code } },
+        });
+        let phase = if code == 0 { "Succeeded" } else { "Failed" };
+        let status = json!({ "phase": phase, "containerStatuses": [container] });
+        self.cluster.merge_status(&pods, &name, &status);
+        code
     }
 
     /// The arguments of a pod, with paths of this machine.
@@ -200,12 +242,23 @@ impl<'a> Movers<'a> {
         let pods = self.cluster.api_in::<Pod>(&self.namespace);
         let now = DeleteParams::default().grace_period(0);
         for pod in self.pods() {
-            let name = pod.metadata.name;
-            if !jobs.contains(&name) {
-                self.cluster.block_on(pods.delete(&name.unwrap(), &now)).unwrap();
+            let job = pod.metadata.labels.unwrap_or_default().remove(JOB);
+            if !jobs.contains(&job) {
+                let name = pod.metadata.name.unwrap();
+                self.cluster.block_on(pods.delete(&name, &now)).unwrap();
             }
         }
     }
+}
+
+/// Whether the policy of a Job ends it after a pod with this exit code.
+fn is_final(spec: &JobSpec, code: i32) -> bool {
+    let rules = spec.pod_failure_policy.iter().flat_map(|policy| &policy.rules);
+    let mut fatal = rules.filter(|rule| rule.action == "FailJob");
+    fatal.any(|rule| {
+        let codes = rule.on_exit_codes.as_ref();
+        codes.is_some_and(|codes| codes.operator == "In" && codes.values.contains(&code))
+    })
 }
 
 impl Drop for Movers<'_> {

@@ -446,14 +446,16 @@ mod tests {
 
     #[test]
     fn an_id_is_later_than_its_base_whatever_the_clock() {
-        let base = BackupId::try_from("20261231T235959999Z-ffffffff".to_owned()).unwrap();
+        let base = BackupId::try_from("20261231T235959999Z-ffffffffffffffff".to_owned()).unwrap();
         let id = BackupId::after(Some(&base), std::time::UNIX_EPOCH).unwrap();
         assert!(id.as_str().starts_with("20270101T000000000Z-"), "{id}");
         let now = SystemTime::now();
         let id = BackupId::after(Some(&super::samples::id(0)), now).unwrap();
         assert!(id > BackupId::generate(now - Duration::from_secs(1)).unwrap(), "{id}");
         // Ids that only another program writes.
-        for wrong in ["99991231T235959999Z-00000000", "20269999T000000000Z-00000000"] {
+        for wrong in
+            ["99991231T235959999Z-0000000000000000", "20269999T000000000Z-0000000000000000"]
+        {
             let wrong = BackupId::try_from(wrong.to_owned()).unwrap();
             assert!(BackupId::after(Some(&wrong), now).is_err(), "{wrong}");
         }

@@ -445,7 +445,9 @@ mod tests {
     fn every_example_in_the_help_is_a_valid_command_line() {
         for (_, command) in leaves() {
             for line in examples(&command).lines().filter_map(|line| line.strip_prefix("  ")) {
-                let line = line.split_once(" >").map_or(line, |(line, _)| line);
+                let ends = [" >", " |"];
+                let line =
+                    ends.iter().fold(line, |line, end| line.split(end).next().unwrap_or(line));
                 parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));
             }
         }

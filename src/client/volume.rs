@@ -129,8 +129,7 @@ struct CreateArgs {
     /// Whether snapshots of the volume record changes [default: true]
     #[arg(long, value_name = "true|false")]
     change_tracking: Option<bool>,
-    /// Sectors of the device: 4096, or 512 for software that needs them, without direct I/O
-    /// [default: the source's, else 4096]
+    /// Sectors of the device; 512 excludes direct I/O [default: the source's, else 4096]
     #[arg(long, value_name = "BYTES", value_parser = ["512", "4096"])]
     sector_size: Option<String>,
     #[command(flatten)]

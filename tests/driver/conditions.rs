@@ -285,9 +285,13 @@ fn operations_exclude_each_other_per_volume_only() {
 fn a_repeated_call_for_a_running_pod_does_not_wait() {
     with_driver(|driver| {
         let shared = mounted_as("", Mode::SingleNodeMultiWriter);
-        let volume = driver.volume("v", 32 * MIB, shared.clone());
+        let volume = driver.volume("v", 128 * MIB, shared.clone());
         let staging = driver.stage(&volume, &shared);
         fs::write(staging.join("file"), "x").unwrap();
+        // Enough files to freeze the filesystem while they are given to a group.
+        for number in 0..20_000 {
+            File::create(staging.join(number.to_string())).unwrap();
+        }
         let [first, second, reading] =
             ["first", "second", "reading"].map(|name| driver.scratch().join(name));
         let running = driver.publishing(&volume, &first, &shared);
@@ -299,14 +303,14 @@ fn a_repeated_call_for_a_running_pod_does_not_wait() {
         driver.ok(readonly.clone());
         let mut of_group = in_group("4242");
         of_group.access_mode = shared.access_mode;
-        let frozen = Freeze::new(&staging);
         let slow = driver.publishing(&volume, &second, &of_group);
         std::thread::scope(|scope| {
-            // It waits for the frozen filesystem to give the tree to the group.
             let slow = scope.spawn(|| driver.call_patiently(slow));
             wait_for("the slow call holds the volume", || {
                 driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
             });
+            // It waits until the next file can be given to the group.
+            let frozen = Freeze::new(&staging);
             let repeated = [running.clone(), readonly.clone()].map(|one| driver.call(one));
             let another = driver.call(csi::NodePublishVolumeRequest { readonly: true, ..running });
             drop(frozen);

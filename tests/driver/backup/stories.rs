@@ -82,7 +82,7 @@ fn a_target_that_is_in_use_is_never_overwritten() {
         let content = vec![0xee; 9 * MIB as usize];
         fs::write(&image, &content).unwrap();
         let refuse = |target: &Path, words: &str| {
-            for flags in [&[][..], &["--resume"]] {
+            for flags in [&["--overwrite"][..], &["--resume"]] {
                 let command = ["restore", "b", "--to", path(target)];
                 rig.refused(&[&command[..], flags].concat(), words);
             }

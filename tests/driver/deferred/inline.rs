@@ -113,6 +113,7 @@ fn an_orphaned_inline_volume_is_removed_after_its_container() {
         let target = pod(rig);
         publish(rig, &target, &request(None)).unwrap();
         let container = rig.container(&target);
+        support::kernel::unmount(&target);
         fs::remove_dir_all(rig.target("uid")).unwrap();
         rig.backend().collect_inline().unwrap();
         assert!(rig.backend().inline(HANDLE).unwrap().is_some(), "a container has it");

@@ -152,7 +152,7 @@ fn paths_outside_the_target_root_are_refused() {
     };
     let inside = root.path().join("staging");
     for bad in [outside.path().join("staging"), root.path().join("link/staging")] {
-        driver.refused(staging(&bad), Code::InvalidArgument, "staging_target_path: is not in");
+        driver.refused(staging(&bad), Code::InvalidArgument, "staging_target_path: is not a path in");
     }
     driver.ok(staging(&inside));
     let publishing = |at: &std::path::Path| csi::NodePublishVolumeRequest {
@@ -163,7 +163,7 @@ fn paths_outside_the_target_root_are_refused() {
         ..Default::default()
     };
     for bad in [outside.path().join("target"), root.path().join("link/target")] {
-        driver.refused(publishing(&bad), Code::InvalidArgument, "target_path: is not in");
+        driver.refused(publishing(&bad), Code::InvalidArgument, "target_path: is not a path in");
     }
     let target = root.path().join("target");
     driver.ok(publishing(&target));

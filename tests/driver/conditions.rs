@@ -217,24 +217,31 @@ fn volumes_of_a_shut_down_pool_can_be_unstaged() {
     driver.ok(inline.publishing(&[("size", "16Mi")]));
 }
 
+/// Enough files to freeze the filesystem while they are given to a group.
+fn many_files(directory: &Path) {
+    for number in 0..20_000 {
+        File::create(directory.join(number.to_string())).unwrap();
+    }
+}
+
 #[test]
 fn operations_exclude_each_other_per_volume_only() {
     with_driver(|driver| {
-        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let volume = driver.volume("v", 128 * MIB, mounted(""));
         let other = driver.volume("w", MIB, block());
         let staging = driver.stage(&volume, &mounted(""));
         let target = driver.target(&volume);
-        fs::write(staging.join("file"), "x").unwrap();
+        many_files(&staging);
         let a = driver.snapshot("a", &volume);
         let b = driver.snapshot("b", &volume);
-        let frozen = Freeze::new(&staging);
         let slow = driver.publishing(&volume, &target, &in_group("4242"));
         std::thread::scope(|scope| {
-            // It waits for the frozen filesystem to give the tree to the group.
             let slow = scope.spawn(|| driver.call_patiently(slow));
             wait_for("the slow call holds the volume", || {
                 driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
             });
+            // It waits until the next file can be given to the group.
+            let frozen = Freeze::new(&staging);
             let busy: Vec<Result<(), Status>> = vec![
                 driver.call(create_snapshot("c", &volume)).map(drop),
                 driver.call(delete_snapshot(&a)).map(drop),
@@ -288,10 +295,7 @@ fn a_repeated_call_for_a_running_pod_does_not_wait() {
         let volume = driver.volume("v", 128 * MIB, shared.clone());
         let staging = driver.stage(&volume, &shared);
         fs::write(staging.join("file"), "x").unwrap();
-        // Enough files to freeze the filesystem while they are given to a group.
-        for number in 0..20_000 {
-            File::create(staging.join(number.to_string())).unwrap();
-        }
+        many_files(&staging);
         let [first, second, reading] =
             ["first", "second", "reading"].map(|name| driver.scratch().join(name));
         let running = driver.publishing(&volume, &first, &shared);

@@ -152,7 +152,11 @@ fn paths_outside_the_target_root_are_refused() {
     };
     let inside = root.path().join("staging");
     for bad in [outside.path().join("staging"), root.path().join("link/staging")] {
-        driver.refused(staging(&bad), Code::InvalidArgument, "staging_target_path: is not a path in");
+        driver.refused(
+            staging(&bad),
+            Code::InvalidArgument,
+            "staging_target_path: is not a path in",
+        );
     }
     driver.ok(staging(&inside));
     let publishing = |at: &std::path::Path| csi::NodePublishVolumeRequest {

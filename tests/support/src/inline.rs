@@ -72,8 +72,9 @@ pub fn context(attributes: &[(&str, &str)]) -> HashMap<String, String> {
     all.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
-/// Whether anything is mounted at `path`.
+/// Whether a volume is mounted at `path`: anything but the guard of a deferred volume.
 pub fn is_mounted(path: &Path) -> bool {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    mounts.lines().any(|line| line.split(' ').nth(4) == path.to_str())
+    let at_path = mounts.lines().filter(|line| line.split(' ').nth(4) == path.to_str());
+    at_path.count() > crate::kernel::guards_at(path)
 }

@@ -72,7 +72,11 @@ impl Scenario for InlineContent {
                 // Each round has the same generations.
                 on.driver.ok(self.publishing(&[("a", "once")]));
                 on.driver.ok(self.publishing(BEFORE));
+                // What an earlier version left, whose mount was writable.
+                let target = path(&self.volume().target);
+                support::run("mount", &["-o", "remount,bind,rw", target]);
                 fs::create_dir_all(self.volume().file("left/deep/deeper")).unwrap();
+                support::run("mount", &["-o", "remount,bind,ro", target]);
             }
         }
     }

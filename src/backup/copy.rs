@@ -41,10 +41,10 @@ pub async fn copy(
     if let Some(base) = &subject.base {
         // The copy of the base was looked up or made before.
         let bases = inventory.backups.iter().filter(|one| inventory.is_sound(one));
-        let copied = bases.filter(|one| one.subject.snapshot_id == base.snapshot_id);
+        let mut copied = bases.filter(|one| one.subject.snapshot_id == base.snapshot_id);
         let wanted = from.manifest(&base.backup).await?;
         let wanted = wanted.with_context(|| format!("backup {} is missing", base.backup))?;
-        let copied = copied.filter(|one| one.origin() == wanted.origin()).last();
+        let copied = copied.rfind(|one| one.origin() == wanted.origin());
         let copied = copied.with_context(|| {
             format!("{} does not have the base of backup {id}; repeat the command", to.location())
         })?;

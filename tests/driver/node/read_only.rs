@@ -178,7 +178,8 @@ fn a_read_only_inline_volume_is_read_only_on_the_host() {
     let shared = Shared::new();
     let driver = driver();
     let secret = [("key", "value")];
-    let content: [(&str, &[(&str, &str)], &[(&str, &str)]); 4] = [
+    type Pairs<'a> = &'a [(&'a str, &'a str)];
+    let content: [(&str, Pairs<'_>, Pairs<'_>); 4] = [
         ("memory", &[], &secret),
         ("attributes", &[("content/file", "text")], &[]),
         ("empty", &[], &[]),

@@ -72,6 +72,8 @@ impl Running {
 }
 
 /// A process at one point: its machine and what that wants.
+// Most points run, so a box would only add an allocation to each state.
+#[expect(clippy::large_enum_variant)]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Point {
     Choose(usize),

@@ -31,6 +31,7 @@ mover_pod() { kubectl -n "$namespace" get pods --selector app.kubernetes.io/name
 # in_mover SCRIPT: in the only mover pod. Attempts are in the directory "backups" of the path "backups" of the claim.
 in_mover() { kubectl -n "$namespace" exec "$(mover_pod)" -- sh -c "cd /repository/backups/backups && $1"; }
 # Of an attempt that is not complete yet.
+# shellcheck disable=SC2016 # $id is for the shell in the pod
 has_written() { in_mover 'for id in *; do [ -e "$id/manifest" ] || ls "$id/pages"; done 2>/dev/null | grep -q .'; }
 eventually has_written
 discard -n "$namespace" "$(mover_pod)"

@@ -2,6 +2,7 @@
 //! progress.
 
 use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use csi_loopback::backend::PoolKind;
@@ -217,9 +218,19 @@ fn volumes_of_a_shut_down_pool_can_be_unstaged() {
     driver.ok(inline.publishing(&[("size", "16Mi")]));
 }
 
+/// Freezes the filesystem while a call gives its files ([`many_files`]) to the group 4242. The call
+/// waits until the thaw, and holds the volume.
+fn freeze_during_change(staging: &Path) -> Freeze {
+    wait_for("the call changes files", || {
+        let mut some = fs::read_dir(staging).unwrap().take(50).flatten();
+        some.any(|entry| entry.metadata().is_ok_and(|found| found.gid() == 4242))
+    });
+    Freeze::new(staging)
+}
+
 /// Enough files to freeze the filesystem while they are given to a group.
 fn many_files(directory: &Path) {
-    for number in 0..20_000 {
+    for number in 0..30_000 {
         File::create(directory.join(number.to_string())).unwrap();
     }
 }
@@ -237,11 +248,7 @@ fn operations_exclude_each_other_per_volume_only() {
         let slow = driver.publishing(&volume, &target, &in_group("4242"));
         std::thread::scope(|scope| {
             let slow = scope.spawn(|| driver.call_patiently(slow));
-            wait_for("the slow call holds the volume", || {
-                driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
-            });
-            // It waits until the next file can be given to the group.
-            let frozen = Freeze::new(&staging);
+            let frozen = freeze_during_change(&staging);
             let busy: Vec<Result<(), Status>> = vec![
                 driver.call(create_snapshot("c", &volume)).map(drop),
                 driver.call(delete_snapshot(&a)).map(drop),
@@ -310,11 +317,7 @@ fn a_repeated_call_for_a_running_pod_does_not_wait() {
         let slow = driver.publishing(&volume, &second, &of_group);
         std::thread::scope(|scope| {
             let slow = scope.spawn(|| driver.call_patiently(slow));
-            wait_for("the slow call holds the volume", || {
-                driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
-            });
-            // It waits until the next file can be given to the group.
-            let frozen = Freeze::new(&staging);
+            let frozen = freeze_during_change(&staging);
             let repeated = [running.clone(), readonly.clone()].map(|one| driver.call(one));
             let another = driver.call(csi::NodePublishVolumeRequest { readonly: true, ..running });
             drop(frozen);

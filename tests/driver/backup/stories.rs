@@ -123,7 +123,7 @@ fn a_target_that_is_in_use_is_never_overwritten() {
         let error = String::from_utf8_lossy(&drawn.stderr);
         assert!(!drawn.status.success() && error.contains("belongs to the pool"), "{error}");
         assert!(fs::read(&image).unwrap() == content);
-        rig.json(&["restore", "b", "--to", path(&image)]);
+        rig.json(&["restore", "b", "--to", path(&image), "--overwrite"]);
     });
 }
 

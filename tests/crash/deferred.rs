@@ -287,7 +287,10 @@ impl Scenario for Deferred {
             }
             Call::Leftovers => {
                 let pod = on.driver.scratch().join("pods").join(on.name("inline", self.round));
+                let target = self.target(on);
                 on.restart(|| {
+                    // The guard, if the call had mounted it.
+                    let _ = Command::new("umount").arg(target).output();
                     let _ = fs::remove_dir_all(pod);
                 })
             }

@@ -242,6 +242,10 @@ impl Scenario for Deferred {
             Call::Publish | Call::StageLarger | Call::PublishOnHost | Call::PublishInline => {}
             Call::Unpublish | Call::UnpublishInline | Call::Leftovers | Call::Reboot => {
                 on.driver.ok(self.publishing(on));
+                if self.call == Call::Unpublish {
+                    // As an earlier version left it, which mounted no guard.
+                    run("umount", &[path(&self.target(on))]);
+                }
                 fs::create_dir_all(self.target(on).join("sub/path")).unwrap();
             }
             Call::Snapshot | Call::Expand => {

@@ -14,7 +14,7 @@ use nix::mount::{MntFlags, umount2};
 use nix::sys::stat::Mode;
 
 use super::super::error::{Context, Error, Result};
-use super::super::fail_point::reach;
+use super::super::fail_point::{hit, reach};
 use super::super::sys;
 use super::mounts::{Mount, mount_at};
 
@@ -51,7 +51,6 @@ pub fn mount_guard(target: &Path) -> Result<()> {
     let guard = sys::detached_mount(c"tmpfs", SOURCE, &["nr_blocks=1", FILES, "mode=0755"])
         .context(doing)?;
     fill(&guard).context(doing)?;
-    reach("guard.filled")?;
     let at = File::open(target).context(doing)?;
     sys::attach(&guard, &at).context(doing)?;
     reach("guard.mounted")
@@ -66,7 +65,7 @@ fn fill(guard: impl AsFd) -> io::Result<()> {
     loop {
         match note.write(&blanks) {
             Ok(_) => {}
-            Err(e) if e.raw_os_error() == Some(libc::ENOSPC) => return Ok(()),
+            Err(e) if e.raw_os_error() == Some(libc::ENOSPC) => return hit("guard.filled"),
             Err(e) => return Err(e),
         }
     }

@@ -227,6 +227,7 @@ impl dyn Pool + '_ {
         after_step: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         target.set_len(bytes).context(|| "sizing the target of a copy".to_owned())?;
+        reach("copy.sized")?;
         if self.clones_atomically() {
             self.pre_clone(source, target, after_step)?;
         }

@@ -158,6 +158,8 @@ fn a_restore_continues_with_what_is_missing() {
         let file = File::options().write(true).open(&target).unwrap();
         use std::os::unix::fs::FileExt;
         file.write_all_at(&[1; 100], 3 * MIB + 5).unwrap();
+        // A target that is open for writing is refused.
+        drop(file);
         let again = rig.json(&["restore", "a", "--to", path(&target), "--resume"]);
         rig.holds(&target, "a");
         assert!(again["kept_bytes"].as_u64() > Some(0), "{again}");

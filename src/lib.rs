@@ -12,7 +12,7 @@
 #![deny(clippy::self_named_module_files)]
 // Input may be hostile, so no code may panic on it. Tests may panic.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
-// All unsafe code is in backend/sys.rs, wrapped in safe functions.
+// All unsafe code is in backend/sys, wrapped in safe functions.
 #![deny(unsafe_code)]
 
 pub mod admission;

@@ -104,7 +104,7 @@ pub fn functions_without_points() -> Vec<String> {
     for path in sources(Path::new("src/backend")) {
         let shown = path.display().to_string();
         // The first file wraps system calls, which count as steps of their callers.
-        if shown.ends_with("/sys.rs") || shown.contains("/tests") {
+        if shown.contains("/sys/") || shown.contains("/tests") {
             continue;
         }
         let source = fs::read_to_string(path).unwrap();

@@ -250,7 +250,7 @@ fn grow_copy(
     discard(store, &volume.id)?;
     writeback::flush_file(store, &volume.id, backing)?;
     let copy = pool::new_file(&store.pool.growing_path(&volume.id))?;
-    store.pool.prepare_target(&copy, bytes)?;
+    store.pool.adopt(&copy)?;
     store.pool.copy(backing, &copy, bytes, &mut || Ok(()))?;
     reach("growth.copied")?;
     let lifetime = Lifetime::LastUser { shares_blocks: true };

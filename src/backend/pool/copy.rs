@@ -48,15 +48,6 @@ impl Pool for CopyPool {
         Ok(())
     }
 
-    fn pre_clone(
-        &self,
-        source: &File,
-        target: &File,
-        after_step: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<()> {
-        make_equal(source, target, after_step)
-    }
-
     fn clone(
         &self,
         source: &File,

@@ -172,7 +172,9 @@ pub trait Pool: fmt::Debug + Send + Sync {
         source: &File,
         target: &File,
         after_step: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<()>;
+    ) -> Result<()> {
+        self.clone(source, target, after_step)
+    }
 
     /// Makes `target` equal to `source`. The caller has stopped the writers of `source`, unless the
     /// clone is atomic ([`Pool::clones_atomically`]). If it is not, `after_step` decides after each

@@ -10,6 +10,7 @@ use std::process::Command;
 use csi_loopback::backend::{
     BaseFilter, Capability, Error, FsType, SectorSize, Source, Volume, VolumeRequest,
 };
+use support::ops::Device;
 use support::random::Random;
 use support::*;
 
@@ -147,11 +148,9 @@ fn a_foreign_device_with_512_byte_sectors_is_refused() {
             // In an image.
             return;
         }
-        let attach = ["--find", "--show", "--sector-size", "512", path(&file)];
-        let output = Command::new("losetup").args(attach).output().unwrap();
-        let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
+        let device = Device::attach(&file, &["--sector-size", "512"]);
         let refused = stage_error(pool, &volume, &raw());
-        run("losetup", &["--detach", &device]);
+        drop(device);
         assert!(refused.to_string().contains("another program attached"), "{refused}");
         let attached = pool.attach(&volume.id);
         pool.detach(&attached);

@@ -8,6 +8,7 @@ use std::process::Command;
 use csi_loopback::backend::PoolKind;
 use support::driver::*;
 use support::exerciser::{Exerciser, History};
+use support::ops::Device;
 use support::random::Random;
 use support::{GIB, MIB, SetOnDrop, have_root, path, run};
 
@@ -89,15 +90,11 @@ fn a_target_that_is_in_use_is_never_overwritten() {
         };
         // An attached file, for writing or not, under any of its names.
         for flags in [&[][..], &["--read-only"]] {
-            let attach = [&["--show", "--find"], flags, &[path(&image)]].concat();
-            let attached = Command::new("losetup").args(attach).output().unwrap();
-            let device = String::from_utf8(attached.stdout).unwrap();
-            let device = device.trim();
+            let device = Device::attach(&image, flags);
             let link = driver.scratch().join(format!("link-{}", flags.len()));
             fs::hard_link(&image, &link).unwrap();
-            refuse(&image, device);
-            refuse(&link, device);
-            run("losetup", &["--detach", device]);
+            refuse(&image, device.path());
+            refuse(&link, device.path());
         }
         // A file that another process writes.
         let open = File::options().write(true).open(&image).unwrap();
@@ -106,11 +103,8 @@ fn a_target_that_is_in_use_is_never_overwritten() {
         // A device that is attached as another one.
         let volume = driver.volume("other", 9 * MIB, block());
         driver.with_device(&volume, |device| {
-            let attach = ["--show", "--find", path(device)];
-            let attached = Command::new("losetup").args(attach).output().unwrap();
-            let upper = String::from_utf8(attached.stdout).unwrap();
-            refuse(device, upper.trim());
-            run("losetup", &["--detach", upper.trim()]);
+            let upper = Device::attach(device, &[]);
+            refuse(device, upper.path());
         });
         // Files of the pool, whether they exist or not.
         let pool = driver.data_dir();

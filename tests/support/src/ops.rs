@@ -34,8 +34,13 @@ impl Device {
     pub fn new(directory: &Path, bytes: u64) -> Self {
         let image = directory.join("device.img");
         File::create(&image).unwrap().set_len(bytes).unwrap();
-        let output =
-            Command::new("losetup").args(["--find", "--show", path(&image)]).output().unwrap();
+        Self::attach(&image, &[])
+    }
+
+    /// Attaches an image with flags of losetup.
+    pub fn attach(image: &Path, flags: &[&str]) -> Self {
+        let arguments = [&["--find", "--show"], flags, &[path(image)]].concat();
+        let output = Command::new("losetup").args(arguments).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         Self(String::from_utf8(output.stdout).unwrap().trim().to_owned())
     }

@@ -23,7 +23,7 @@ use crate::backend::pool::sync_directory;
 /// Maximum size of a catalog that is verified on a copy in memory, in bytes. A larger one is read
 /// page by page, through the page cache if that holds none of it: the kernel then limits the
 /// memory.
-const MAX_COPIED_BYTES: u64 = 32 << 20;
+pub(super) const MAX_COPIED_BYTES: u64 = 32 << 20;
 
 /// Size of the page cache for verifying a larger catalog, in bytes.
 const CACHE_BYTES: usize = 16 << 20;

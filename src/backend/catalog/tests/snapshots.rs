@@ -6,7 +6,7 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use proptest::prelude::*;
 
 use super::super::snapshots::SnapshotFile;
-use super::super::verify::verify;
+use super::super::verify::{MAX_COPIED_BYTES, verify};
 use super::*;
 use crate::backend::model::{Predecessor, Retention, Snapshot, SnapshotPhase};
 use crate::backend::sys;
@@ -370,7 +370,7 @@ fn damage_in_a_large_catalog_is_found_without_a_copy_of_it() {
     assert_eq!(read_verified(&path, count).unwrap(), 100_000);
     assert_eq!(cached(), 0, "what was read through it is dropped");
     let mut bytes = std::fs::read(&path).unwrap();
-    assert!(bytes.len() > 34 << 20, "{} bytes", bytes.len());
+    assert!(bytes.len() as u64 > MAX_COPIED_BYTES, "{} bytes", bytes.len());
     // Also with pages in the cache.
     assert!(cached() > 0);
     assert_eq!(read_verified(&path, count).unwrap(), 100_000);

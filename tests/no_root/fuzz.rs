@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use csi_loopback_fuzz_targets::{TARGETS, each_target};
 use support::random::Random;
+use support::setting;
 
 /// The limits of hack/fuzz.sh.
 const MAX_BYTES: usize = 8192;
@@ -92,11 +93,6 @@ fn share(name: &str) -> u64 {
         "text" => 5,
         _ => 1,
     }
-}
-
-fn setting(name: &str) -> Option<u64> {
-    let value = env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
 }
 
 fn repository() -> &'static Path {

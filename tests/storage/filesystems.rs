@@ -21,7 +21,7 @@ use support::driver::*;
 use support::exerciser::{Exerciser, History, read_tree};
 use support::load::{Load, have_load};
 use support::random::Random;
-use support::{ALL_KINDS, BLOCK, MIB, SetOnDrop, fsck, have_root, path, run};
+use support::{ALL_KINDS, BLOCK, MIB, SetOnDrop, fsck, have_root, path, run, setting};
 
 use csi::volume_capability::access_mode::Mode;
 
@@ -32,8 +32,7 @@ const PIECE: Duration = Duration::from_secs(6);
 const LONGEST_PAUSE: u64 = 600;
 
 fn seconds() -> u64 {
-    let requested = std::env::var("FILESYSTEMS_SECONDS").ok();
-    requested.map_or(2, |text| text.parse().expect("FILESYSTEMS_SECONDS is a number"))
+    setting("FILESYSTEMS_SECONDS").unwrap_or(2)
 }
 
 /// Instead of a filesystem name: a raw block volume.

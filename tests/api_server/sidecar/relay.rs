@@ -127,7 +127,7 @@ fn a_stream_of_a_killed_driver_can_be_resumed() {
 #[ignore = "full tier"]
 fn a_client_that_stops_reading_costs_little_memory() {
     let Some(cluster) = shared() else { return };
-    let seconds = std::env::var("SIDECAR_STALL_SECONDS").ok().and_then(|text| text.parse().ok());
+    let seconds = support::setting("SIDECAR_STALL_SECONDS");
     let count = 10_000_000;
     let rig = with_long_delta(cluster, count, &["--stall-timeout", "0s"]);
     // The first stream creates threads and buffers that remain, so measure afterwards.

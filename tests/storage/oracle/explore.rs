@@ -12,6 +12,8 @@ use std::{fmt, panic, thread};
 use proptest::strategy::{BoxedStrategy, NewTree, Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestError, TestRunner};
 
+use support::setting;
+
 use super::operation::{Mix, Operation, operation};
 
 /// Time limit for shrinking, in milliseconds. The shortest sequence found by then is reported.
@@ -112,12 +114,6 @@ pub struct Plan<'a> {
     /// Operations in a sequence.
     pub length: usize,
     pub mix: Mix,
-}
-
-/// A number from the environment.
-pub fn setting(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text:?}")))
 }
 
 /// Runs sequences one after the other with `run`, which panics when an invariant is violated.

@@ -27,13 +27,13 @@ pub mod socket;
 pub mod subject;
 pub mod world;
 
-use self::explore::{Plan, explore, setting};
+use self::explore::{Plan, explore};
 use self::operation::Mix;
 use self::socket::Socket;
 use self::subject::InProcess;
 use self::world::World;
 use csi_loopback::backend::{FsType, PoolKind};
-use support::{ALL_KINDS, have_root};
+use support::{ALL_KINDS, have_root, setting};
 
 /// Operations in a sequence on raw volumes.
 const LENGTH: usize = 1000;

@@ -274,8 +274,7 @@ fn verify_all(disk: &Disk, captures: Vec<Capture>, records: &Records) -> (Counts
 }
 
 fn images() -> usize {
-    std::env::var("POWER_LOSS_IMAGES")
-        .map_or(IMAGES, |text| text.parse().expect("POWER_LOSS_IMAGES is a number"))
+    setting("POWER_LOSS_IMAGES").map_or(IMAGES, |images| images as usize)
 }
 
 /// Statistics of all copies.

@@ -118,10 +118,15 @@ pub fn with_pool(kind: PoolKind, run: impl FnOnce(&mut Pool)) {
     }
 }
 
+/// A number from the environment: the size of a test.
+pub fn setting(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text:?}")))
+}
+
 /// The block size of pool filesystems from POOL_BLOCK_SIZE, in bytes: 4096 or 65536.
 pub fn pool_block_size() -> Option<u64> {
-    let variable = std::env::var("POOL_BLOCK_SIZE").ok();
-    variable.map(|bytes| bytes.parse().expect("POOL_BLOCK_SIZE is a number"))
+    setting("POOL_BLOCK_SIZE")
 }
 
 /// The block size of the filesystem of a pool of this kind, in bytes.

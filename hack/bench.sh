@@ -5,13 +5,15 @@
 # interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio
-#           writers volumes month changes backup (all)
+#           writers volumes month changes backup repository (all)
 # --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
 #           not meaningful
 #
 # CSI_HOSTPATH_BIN  path of csi-driver-host-path, the peer (needs 30 GiB more space). By default it is built
 #                   from its module. If that fails, the table gives the reason, and a stand-in does the
 #                   same reads
+# CSI_LOOPBACK_S3   path of gofakes3, an S3 server for the row repository. By default it is built. If that
+#                   fails, the row gives the reason
 # CSI_LOOPBACK_KUBERNETES  directory of the tools for the row sidecar: API server, released sidecar, … By
 #                   default they are built. If that fails, the row gives the reason
 # TMPDIR            directory of the pools: up to 35 GB, on the disk to measure
@@ -58,6 +60,10 @@ if [[ $profile != dev && -z ${CSI_HOSTPATH_BIN:-} ]]; then
         echo "$CSI_HOSTPATH_MISSING" >&2
     fi
     rm -f "$reason"
+fi
+
+if [[ -z ${CSI_LOOPBACK_S3:-} ]] && found=$(go_tool gofakes3); then
+    export CSI_LOOPBACK_S3=$found
 fi
 
 # Built here, so that the progress is visible. The row reports a failure.

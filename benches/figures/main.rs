@@ -42,7 +42,7 @@ impl Options {
 /// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 17] = [
+const ROWS: [(&str, Measure); 18] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -60,6 +60,7 @@ const ROWS: [(&str, Measure); 17] = [
     ("month", rows::month::measure),
     ("changes", rows::changes::measure),
     ("backup", rows::backup::measure),
+    ("repository", rows::repository::measure),
 ];
 
 struct Arguments {

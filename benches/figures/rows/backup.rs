@@ -18,7 +18,7 @@ use crate::stats::{bytes, time};
 use crate::{Options, peers, writer};
 
 /// What a command took.
-struct Spent {
+pub(super) struct Spent {
     time: Duration,
     cpu: Duration,
     peak: u64,
@@ -26,12 +26,12 @@ struct Spent {
 }
 
 impl Spent {
-    fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         time(self.time.as_secs_f64())
     }
 
     /// The row with processor time and peak memory of the command.
-    fn cost(&self, row: Row) -> Row {
+    pub(super) fn cost(&self, row: Row) -> Row {
         row.spent(self.cpu.as_secs_f64(), self.peak)
     }
 
@@ -43,7 +43,7 @@ impl Spent {
 }
 
 /// Runs a command to its end, and reads its peak of memory meanwhile.
-fn spend(command: &mut Command) -> Result<Spent> {
+pub(super) fn spend(command: &mut Command) -> Result<Spent> {
     let (begun, cpu) = (Instant::now(), kernel::children_cpu()?);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pid = child.id();
@@ -63,7 +63,7 @@ fn spend(command: &mut Command) -> Result<Spent> {
     Ok(Spent { time, cpu, peak, output: String::from_utf8_lossy(&output.stdout).into_owned() })
 }
 
-fn command(driver: &Driver, repository: &Path, arguments: &[&str]) -> Command {
+pub(super) fn command(driver: &Driver, repository: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(BINARY);
     command
         .args(arguments)

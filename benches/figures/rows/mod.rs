@@ -9,6 +9,7 @@ pub mod large;
 pub mod memory;
 pub mod month;
 pub mod proxy;
+pub mod repository;
 pub mod sidecar;
 pub mod sizes;
 pub mod stream;

@@ -314,7 +314,7 @@ fn ten_incrementals_of_a_busy_filesystem_are_exact() {
         return;
     }
     let driver = Driver::start(PoolKind::Image);
-    let volume = driver.volume("busy", 256 * MIB, mounted("ext4"));
+    let volume = driver.volume("busy", 96 * MIB, mounted("ext4"));
     let target = driver.publish(&volume, &mounted("ext4"));
     let mut rig = Rig::new(&driver, "unused", MIB);
     let history = History::default();

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # hack/soak.sh [MINUTES]: runs long versions of the tests that search for missed changes and lost
 # snapshots: the oracle, sequences of failures, filesystems under load, crashes at every fail point,
-# power loss, kills of backups, fuzz targets and the sidecar. It repeats them in rounds with fresh
-# seeds and larger sizes for MINUTES (60), including the build. A step that does not fit in the
-# remaining time is reduced or omitted.
+# power loss, growth, kills of backups, fuzz targets and the sidecar. It repeats them in rounds with
+# fresh seeds and larger sizes for MINUTES (60), including the build. A step that does not fit in
+# the remaining time is reduced or omitted.
 #
 # Prints one line per step and per round, and at the end "N passed, N failed, N skipped". After a
 # failure, logs, images after a power cut and inputs of fuzz targets are kept in target/soak/TIME,
 # and the path is printed.
 #
-# SOAK_STEPS  steps to run ("oracle failures filesystems crash power-loss backup fuzz sidecar")
+# SOAK_STEPS  steps to run ("oracle failures filesystems crash power-loss growth backup fuzz sidecar")
 # SOAK_POOL   pool kind of oracle and failures: reflink, image or copy (all)
 #
 # Needs root. An interrupt stops it and removes everything that it created.
@@ -22,17 +22,17 @@ cd "$repo"
 
 minutes=${1:-60}
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || die "not a number of minutes: $minutes"
-steps=${SOAK_STEPS:-oracle failures filesystems crash power-loss backup fuzz sidecar}
+steps=${SOAK_STEPS:-oracle failures filesystems crash power-loss growth backup fuzz sidecar}
 
 # Size of each step in the first round, minimum, and maximum: cases, seconds or images. 1: the step
 # has no size.
-declare -A size=([oracle]=20 [failures]=40 [filesystems]=12 [crash]=1 [power-loss]=100 [backup]=10 [fuzz]=30 [sidecar]=1)
-declare -A least=([oracle]=2 [failures]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [backup]=3 [fuzz]=5 [sidecar]=1)
-declare -A most=([oracle]=2000 [failures]=5000 [filesystems]=600 [crash]=1 [power-loss]=2000 [backup]=500 [fuzz]=1200 [sidecar]=1)
+declare -A size=([oracle]=20 [failures]=40 [filesystems]=12 [crash]=1 [power-loss]=100 [growth]=1 [backup]=10 [fuzz]=30 [sidecar]=1)
+declare -A least=([oracle]=2 [failures]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [growth]=1 [backup]=3 [fuzz]=5 [sidecar]=1)
+declare -A most=([oracle]=2000 [failures]=5000 [filesystems]=600 [crash]=1 [power-loss]=2000 [growth]=1 [backup]=500 [fuzz]=1200 [sidecar]=1)
 # Estimated milliseconds of each step: fixed, and per unit of size. Measurements replace these
 # estimates.
-declare -A fixed=([oracle]=5000 [failures]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [backup]=60000 [fuzz]=5000 [sidecar]=240000)
-declare -A each=([oracle]=6000 [failures]=12000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [backup]=4000 [fuzz]=9000 [sidecar]=0)
+declare -A fixed=([oracle]=5000 [failures]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [growth]=1200000 [backup]=60000 [fuzz]=5000 [sidecar]=240000)
+declare -A each=([oracle]=6000 [failures]=12000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [growth]=0 [backup]=4000 [fuzz]=9000 [sidecar]=0)
 for name in $steps; do
     [[ -n ${size[$name]:-} ]] || die "unknown step $name; steps: ${!size[*]}"
 done
@@ -45,8 +45,8 @@ target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
 kept=$target/soak/$(date --utc +%Y%m%dT%H%M%SZ)
 begin 3600 "$kept"
 # Settings of the environment must not change the steps.
-unset "${!ORACLE_@}" "${!FILESYSTEMS_@}" "${!CRASH_@}" "${!POWER_LOSS_@}" "${!BACKUP_@}" "${!FUZZ_@}" \
-    "${!SIDECAR_@}"
+unset "${!ORACLE_@}" "${!FILESYSTEMS_@}" "${!CRASH_@}" "${!POWER_LOSS_@}" "${!GROWTH_@}" "${!BACKUP_@}" \
+    "${!FUZZ_@}" "${!SIDECAR_@}"
 
 # remaining_ms: prints the remaining milliseconds.
 remaining_ms() { echo $((minutes * 60000 - SECONDS * 1000)); }
@@ -91,6 +91,7 @@ start() {
             tests power-loss --test storage power_loss:: -- "POWER_LOSS_IMAGES=$2" \
                 "POWER_LOSS_KEEP=$kept/images-$round"
             ;;
+        growth) tests growth --test storage growth -- GROWTH_EVERY=1 ;;
         backup) tests backup --test driver backup::killed:: -- "BACKUP_KILLS=$2" ;;
         fuzz)
             label="fuzz ($2 s for each target)"

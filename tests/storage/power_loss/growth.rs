@@ -10,7 +10,7 @@ use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::statvfs::statvfs;
 use support::driver::*;
 use support::kernel::wait_for;
-use support::{ALL_KINDS, MIB, fsck, have_root, path, pattern};
+use support::{ALL_KINDS, MIB, fsck, have_root, path, pattern, setting};
 use tempfile::TempDir;
 
 use super::disk::{Disk, POOL_BYTES, Place, Setup};
@@ -156,8 +156,10 @@ fn a_power_cut_during_a_growth_costs_nothing() {
 #[ignore = "full tier"]
 fn a_power_cut_at_any_step_of_a_growth_costs_nothing() {
     if have_root() && have_fuse() {
+        // Each step in hack/soak.sh.
+        let every = setting("GROWTH_EVERY").unwrap_or(5) as usize;
         for kind in ALL_KINDS {
-            FsType::ALL.into_iter().for_each(|fs_type| cut(setup(kind), fs_type, 1));
+            FsType::ALL.into_iter().for_each(|fs_type| cut(setup(kind), fs_type, every));
         }
     }
 }

@@ -246,11 +246,13 @@ fn a_failed_or_interrupted_group_restore_leaves_no_claim() {
     // `show`, and the first member.
     group.refused(&RESTORE, 2, &["interrupted"]);
     assert_eq!(group.claims(), before);
-    let second = format!("restored-{}", created[1]["volume"].as_str().unwrap());
+    let [first, second] =
+        [0, 1].map(|at| format!("restored-{}", created[at]["volume"].as_str().unwrap()));
+    // Nothing here removes the volume of a removed claim.
+    fs::remove_file(group.movers.claim(&first)).unwrap();
     fs::create_dir(group.movers.claim(&second)).unwrap();
     group.refused(&RESTORE, usize::MAX, &["neither a block device nor a file"]);
     assert_eq!(group.claims(), before);
-    let taken = format!("restored-{}", created[0]["volume"].as_str().unwrap());
-    rig.cluster.claim_as("Filesystem", &rig.namespace, &taken, "other", "handle", SIZE);
+    rig.cluster.claim_as("Filesystem", &rig.namespace, &first, "other", "handle", SIZE);
     group.refused(&RESTORE, usize::MAX, &["has a filesystem"]);
 }

@@ -96,14 +96,7 @@ build_image() {
         kind load docker-image --name "$cluster" "$image"
 }
 
-# controller: prints the directory of the released manifests of snapshot-controller.
-controller() {
-    local source
-    source=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/v8) || return 1
-    printf '%s\n' "$source/deploy/kubernetes/snapshot-controller"
-}
-
-install_controller() { kubectl apply --server-side -k "$(controller)"; }
+install_controller() { snapshot_controller | kubectl apply --server-side -f -; }
 
 install_definitions() {
     local source

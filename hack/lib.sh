@@ -154,6 +154,24 @@ go_module() {
     (cd "$repo/hack/tools/$1" && go mod download "$2" >&2 && go list -m -f '{{.Dir}}' "$2")
 }
 
+# snapshot_controller_image: the image of the snapshot-controller in the release that hack/tools/kubernetes names.
+snapshot_controller_image() {
+    local directory
+    directory=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/v8) || return 1
+    printf 'registry.k8s.io/sig-storage/snapshot-controller:%s\n' "${directory##*@}"
+}
+
+# snapshot_controller: prints the released manifests of snapshot-controller with the image of the same release. Those of
+# v8.7.0 name v8.6.0, in which VolumeGroupSnapshots are off: they get no content, no status and no event.
+snapshot_controller() {
+    local directory image
+    image=$(snapshot_controller_image) || return 1
+    directory=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/v8) || return 1
+    directory=$directory/deploy/kubernetes/snapshot-controller
+    cat "$directory/rbac-snapshot-controller.yaml" && echo --- &&
+        sed -E "s|^( *image: ).*/snapshot-controller:.*|\1$image|" "$directory/setup-snapshot-controller.yaml"
+}
+
 # Debug information costs a quarter of the time, and the linker drops it.
 go_flags=(-mod=readonly -trimpath -buildvcs=false -gcflags=all=-dwarf=false)
 

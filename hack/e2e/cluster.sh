@@ -59,15 +59,26 @@ program_image() { # program_image PROGRAM IMAGE ENTRYPOINT: an image with one st
     rm -r "$root" "$e2e/images/layer"
 }
 
+# released_image PROGRAM IMAGE ENTRYPOINT: program_image, after a check that the program is of the release that the tag of the
+# image names: where images are pulled, another program would run. Stand-ins have no release.
+released_image() {
+    local built release
+    built=$(go version -m "$1") || die "$1: its version cannot be read"
+    release=$(awk '$1 == "path" { path = $2 } ($1 == "mod" || $1 == "dep") && index(path "/", $2 "/") == 1 { print $3 }' <<<"$built")
+    [[ $release == "(devel)" || $release == "${2##*:}" ]] ||
+        die "$3 was built from ${release:-an unknown release}, but its image is $2; next: correct the tag, or hack/tools"
+    program_image "$@"
+}
+
 # add_on_images: the images of other projects that the manifests of deploy/ and of snapshot-controller name.
 add_on_images() {
     local name tools=$e2e/tools
     mkdir -p "$e2e/images"
     for name in csi-provisioner csi-resizer csi-snapshotter livenessprobe; do
-        program_image "$tools/$name" "$(image_of "$name")" "$name"
+        released_image "$tools/$name" "$(image_of "$name")" "$name"
     done
-    program_image "$tools/node-driver-registrar" "$(image_of csi-node-driver-registrar)" csi-node-driver-registrar
-    program_image "$tools/snapshot-controller" "$(snapshot_controller_image)" snapshot-controller
+    released_image "$tools/node-driver-registrar" "$(image_of csi-node-driver-registrar)" csi-node-driver-registrar
+    released_image "$tools/snapshot-controller" "$(snapshot_controller_image)" snapshot-controller
 }
 
 make_images() {
@@ -90,24 +101,13 @@ pause_image() {
     rm -r "$root" "$e2e/images/layer"
 }
 
-# --- snapshot-controller --------------------------------------------------------------------------
-
-# snapshot_controller: the directory of its released manifests.
-snapshot_controller() {
-    local directory
-    directory=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/v8) || return 1
-    printf '%s\n' "$directory/deploy/kubernetes/snapshot-controller"
-}
-
-snapshot_controller_image() {
-    sed -n 's/^ *image: //p' "$(snapshot_controller)/setup-snapshot-controller.yaml"
-}
+# --- Add-ons --------------------------------------------------------------------------------------
 
 install_add_ons() {
     kubectl apply --server-side -f "$repo/hack/e2e/coredns.yaml"
     kubectl apply --server-side -f "$e2e/tools/crds/external-snapshotter"
     kubectl wait --for=condition=Established --timeout="${patience}s" -f "$e2e/tools/crds/external-snapshotter"
-    kubectl apply --server-side -k "$(snapshot_controller)"
+    snapshot_controller | kubectl apply --server-side -f -
     kubectl -n kube-system rollout status --timeout="${patience}s" deployment/coredns
     # Its manifest counts a pod as available only after 35 s.
     kubectl -n kube-system wait --for=create --timeout="${patience}s" pod --selector app.kubernetes.io/name=snapshot-controller

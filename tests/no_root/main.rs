@@ -8,4 +8,5 @@ mod names;
 mod requirements;
 mod source;
 mod tree;
+mod versions;
 mod wire;

@@ -1,0 +1,28 @@
+//! The versions of other projects' programs that manifests, pages and tools name.
+
+use std::fs;
+
+use super::tree::root;
+
+#[test]
+fn the_snapshot_controller_is_of_the_release_of_csi_snapshotter() {
+    let read = |file: &str| fs::read_to_string(root().join(file)).unwrap();
+    let manifest = read("deploy/base/controller.yaml");
+    let (_, tag) = manifest.split_once("/csi-snapshotter:").unwrap();
+    let tag = tag.split_whitespace().next().unwrap();
+    let module = format!("github.com/kubernetes-csi/external-snapshotter/v8 {tag} ");
+    assert!(read("hack/tools/kubernetes/go.mod").contains(&module), "{module}");
+    let page = read("docs/guide/install.md");
+    // The released manifest names an earlier image, in which groups are off.
+    for words in [
+        format!("git clone --branch {tag} "),
+        format!("snapshot-controller=registry.k8s.io/sig-storage/snapshot-controller:{tag}"),
+    ] {
+        assert!(page.contains(&words), "{words}");
+    }
+    for script in ["hack/kind-demo.sh", "hack/e2e/cluster.sh"] {
+        let text = read(script);
+        let installs = "snapshot_controller | kubectl apply --server-side -f -";
+        assert!(text.contains(installs), "{script} installs another manifest");
+    }
+}

@@ -60,7 +60,11 @@ impl SecretFinder {
         let own = snapshot.content.spec.volume_snapshot_class_name.as_deref();
         let requested = snapshot.object.spec.volume_snapshot_class_name.as_deref();
         if let Some(name) = own.or(requested).filter(|name| !name.is_empty()) {
-            return self.classes.get(&Key::cluster(name)).await.map_err(failed);
+            let class = self.classes.get(&Key::cluster(name)).await.map_err(failed)?;
+            if let Some(class) = &class {
+                check_driver(class, snapshot)?;
+            }
+            return Ok(class);
         }
         let of_driver = self.classes.with(&snapshot.content.spec.driver).await.map_err(failed)?;
         let is_default = |class: &VolumeSnapshotClass| {
@@ -102,6 +106,23 @@ impl SecretFinder {
             Refusal::new(Reason::SecretMissing, message)
         })
     }
+}
+
+/// Users choose the class of a VolumeSnapshot. That of another driver names the other driver's
+/// Secret, which this driver must not receive.
+fn check_driver(class: &VolumeSnapshotClass, snapshot: &Snapshot) -> Result<(), Refusal> {
+    let driver = &snapshot.content.spec.driver;
+    if class.driver == *driver {
+        return Ok(());
+    }
+    let message = format!(
+        "VolumeSnapshot {} names the VolumeSnapshotClass {}, which belongs to the driver {}, not to {driver}; name a \
+         class of {driver}",
+        snapshot.shown(),
+        class.name_any(),
+        class.driver
+    );
+    Err(Refusal::new(Reason::OtherDriver, message))
 }
 
 /// The Secret that a class's parameters name.
@@ -190,6 +211,19 @@ mod tests {
         ]);
         let expected = SecretRef { namespace: "shop".into(), name: "db-1-of-content-7".into() };
         assert_eq!(found, Ok(Some(expected)));
+    }
+
+    #[test]
+    fn a_class_of_another_driver_yields_no_secret() {
+        let mut snapshot = snapshot();
+        let mut content = VolumeSnapshotContent::clone(&snapshot.content);
+        content.spec.driver = "own".into();
+        snapshot.content = content.into();
+        let check = |driver| check_driver(&VolumeSnapshotClass::new("fast", driver), &snapshot);
+        assert_eq!(check("own"), Ok(()));
+        let refusal = check("other").unwrap_err();
+        assert_eq!(refusal.reason, Reason::OtherDriver);
+        assert!(refusal.message().contains("name a class of own"), "{refusal:?}");
     }
 
     #[test]

@@ -68,6 +68,12 @@ impl<'a> Attempt<'a> {
         Ok(Self { repository, chain, intent, writer, machine })
     }
 
+    /// What the driver takes as the base of the listing.
+    pub fn base_id(&self) -> Option<&str> {
+        let base = &self.chain.first()?.subject;
+        Some(base.change_id.as_ref().unwrap_or(&base.snapshot_id))
+    }
+
     pub fn is_continued(&self) -> bool {
         !self.intent.parts.is_empty()
     }

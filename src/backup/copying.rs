@@ -16,7 +16,7 @@ use super::manifest::{CHUNK_BYTES, CHUNK_EXTENTS};
 use super::repository::Repository;
 use super::writer::Writer;
 use crate::backend::Extent;
-use crate::client::block_map::Source;
+use crate::client::block_map::{Source, clip};
 use crate::client::progress;
 use crate::client::stop::Stop;
 
@@ -59,13 +59,13 @@ impl Copying<'_, '_> {
     ) -> Result<()> {
         let mut plan = Plan::default();
         while let Some(extents) = next {
+            let listed = blocks.capacity().unwrap_or(queue.capacity);
             ensure!(
-                blocks.capacity() == Some(queue.capacity),
-                "the driver lists blocks of a volume of {:?} bytes, and the snapshot has {}",
-                blocks.capacity(),
+                listed >= queue.capacity,
+                "the driver lists blocks of a volume of {listed} bytes, and the snapshot has {}",
                 queue.capacity
             );
-            for mut extent in extents {
+            for mut extent in clip(extents, queue.capacity) {
                 while extent.length > 0 {
                     if let Some(chunk) = plan.take(&mut extent) {
                         self.stop.check()?;

@@ -11,7 +11,7 @@ use crate::backend::Extent;
 pub use crate::client::block_map::{BaseUnusable, Query};
 use crate::client::block_map::{BlockMap, Driver, Part, Progress, Source, Window};
 use crate::client::connection::{Connection, refused};
-use crate::grpc::SocketPath;
+use crate::grpc::Endpoint;
 
 /// Maximum number of attempts without progress.
 const ATTEMPTS: u32 = 6;
@@ -29,7 +29,7 @@ impl Listing {
     /// # Errors
     /// No driver accepts the connection, or it refuses; [`BaseUnusable`] if it does not know the
     /// changes since the base.
-    pub async fn connect(endpoint: &SocketPath, query: Query, from: u64) -> Result<Self> {
+    pub async fn connect(endpoint: &Endpoint, query: Query, from: u64) -> Result<Self> {
         let connection = Connection::open(endpoint, Instant::now() + LIFETIME).await?;
         Self::open(&connection, query, from).await
     }
@@ -60,7 +60,7 @@ impl Listing {
         self.0.next().await
     }
 
-    /// Bytes of the volume, after the first message.
+    /// Bytes of the volume, after the first message. A listing may have none.
     pub fn capacity(&self) -> Option<u64> {
         self.0.capacity()
     }
@@ -167,6 +167,11 @@ impl Source for Resuming {
         }
         self.connect(progress).await?;
         Ok(Some(Part::Restart))
+    }
+
+    /// Its reader knows it.
+    fn size(&self) -> Option<u64> {
+        None
     }
 }
 

@@ -144,6 +144,9 @@ pub struct Subject {
     pub volume: String,
     pub snapshot_id: String,
     pub snapshot: String,
+    /// What the driver takes as the base of a later backup, if not the snapshot's handle.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub change_id: Option<String>,
     /// When the snapshot was taken, in UTC; the driver may not report it.
     pub snapshot_created: Option<String>,
     pub capacity_bytes: u64,
@@ -410,6 +413,7 @@ pub mod samples {
                 volume: "v".to_owned(),
                 snapshot_id: format!("s{number}"),
                 snapshot: format!("s{number}"),
+                change_id: None,
                 snapshot_created: Some(format!("2026-01-0{number}")),
                 capacity_bytes: 1 << 20,
                 base: number.checked_sub(1).map(|older| Base {

@@ -211,7 +211,7 @@ async fn open_both(
 /// Connects to the driver; calls over the connection may take `--timeout` each.
 async fn connect(options: &Options, stop: &Stop) -> Result<Connection> {
     let deadline = tokio::time::Instant::now() + options.timeout;
-    let connection = stop.wait(Connection::open(&options.endpoint()?, deadline)).await?;
+    let connection = stop.wait(options.connect(deadline)).await?;
     Ok(connection.until(stop.deadline()))
 }
 
@@ -233,13 +233,19 @@ async fn create_command(options: &Options, stop: &Stop, args: &CreateArgs) -> Re
     let kubeconfig = repository.mover.kubeconfig.clone();
     let client = stop.wait(cluster::connect(kubeconfig.as_deref())).await?;
     let found = stop.wait(cluster::snapshot(&client, namespace, snapshot)).await?;
-    let origin = Origin::Kubernetes {
-        options: &options.per_call(),
-        cluster: &ClusterArgs::metadata(namespace.clone(), kubeconfig, token_file.clone()),
-        snapshot: &found.name,
-        device,
+    let cluster = ClusterArgs::metadata(namespace.clone(), kubeconfig, token_file.clone());
+    let per_call = options.per_call();
+    let bytes = match found.bytes {
+        Some(bytes) => bytes,
+        None => {
+            stop.wait(origin::size_in_cluster(&per_call, &cluster, &found.name, device)).await?
+        }
     };
-    let sources = [(origin, origin::subject_in_cluster(&found, set.clone())?)];
+    let subject = origin::subject_in_cluster(&found, bytes, set.clone())?;
+    let (options_of_origin, snapshot) = (&per_call, &found.name);
+    let origin =
+        Origin::Kubernetes { options: options_of_origin, cluster: &cluster, snapshot, device };
+    let sources = [(origin, subject)];
     create_all(options, stop, args, &sources, shown).await
 }
 
@@ -250,10 +256,13 @@ async fn create_by_driver(
     shown: progress::Shown,
 ) -> Result<ExitCode> {
     let connection = connect(options, stop).await?;
-    let snapshots = match args.group {
+    let mut snapshots = match args.group {
         true => stop.wait(group::snapshots(&connection, &args.snapshot)).await?,
         false => vec![stop.wait(origin::snapshot(&connection, &args.snapshot)).await?],
     };
+    for snapshot in &mut snapshots {
+        stop.wait(origin::find_size(&connection, snapshot)).await?;
+    }
     let set = if args.group { group::set(&snapshots)? } else { None };
     let sources = snapshots.iter().map(|snapshot| {
         let subject = origin::subject(snapshot, set.clone())?;

@@ -2,6 +2,8 @@
 //! volume has the data. Kubernetes: the driver's sidecar lists the blocks, and the data is on a
 //! device, that of a PersistentVolumeClaim from the VolumeSnapshot.
 
+use std::fs::File;
+use std::io::{Seek, SeekFrom};
 use std::path::Path;
 use std::time::Duration;
 
@@ -49,16 +51,70 @@ pub async fn snapshot(connection: &Connection, reference: &str) -> Result<csi::S
     Ok(snapshot)
 }
 
-/// What a backup of a snapshot is a backup of.
+/// Sets the size of a snapshot that its driver does not report (CSI, `Snapshot`): that of its
+/// listing, else that of its volume.
+pub async fn find_size(connection: &Connection, snapshot: &mut csi::Snapshot) -> Result<()> {
+    let (id, volume) = (snapshot.snapshot_id.clone(), &snapshot.source_volume_id);
+    ensure!(
+        !volume.is_empty(),
+        "the driver cannot list snapshots, so the volume of {id} is unknown; back up a VolumeSnapshot (--namespace)"
+    );
+    if names::size(snapshot).is_some() {
+        return Ok(());
+    }
+    let target = names::Subject::of(snapshot);
+    let listing = names::listing(connection, None, &target, FIRST).await?;
+    let listed = Size.consume(listing).await?.and_then(|bytes| i64::try_from(bytes).ok());
+    snapshot.size_bytes = match listed {
+        Some(bytes) => bytes,
+        None => names::volume(connection, volume).await?.capacity_bytes,
+    };
+    ensure!(snapshot.size_bytes > 0, "the driver reports no size of snapshot {id} and its volume");
+    Ok(())
+}
+
+/// Bytes of a VolumeSnapshot without a size: those of its listing, else of the device with its data.
+pub async fn size_in_cluster(
+    options: &Options,
+    cluster: &ClusterArgs,
+    snapshot: &str,
+    device: &Path,
+) -> Result<u64> {
+    let query = Query::Allocated { snapshot: snapshot.to_owned() };
+    if let Some(bytes) = cluster::list(options, cluster.clone(), query, FIRST, Size).await? {
+        return Ok(bytes);
+    }
+    let opened = File::open(device).with_context(|| format!("open {}", device.display()))?;
+    let end = (&opened).seek(SeekFrom::End(0));
+    end.with_context(|| format!("get the size of {}", device.display()))
+}
+
+/// For a listing of which only the first message is read.
+const FIRST: Window = Window { starting_offset: 0, max_results: 1 };
+
+/// Reads the capacity of a listing.
+struct Size;
+
+impl Consumer for Size {
+    type Output = Option<u64>;
+
+    async fn consume<S: Source>(self, mut map: BlockMap<S>) -> Result<Option<u64>> {
+        map.next().await?;
+        Ok(map.shape().and_then(|shape| shape.capacity_bytes))
+    }
+}
+
+/// What a backup of a snapshot, whose size is known, is a backup of.
 pub fn subject(snapshot: &csi::Snapshot, group: Option<Group>) -> Result<Subject> {
     let id = &snapshot.snapshot_id;
-    let capacity_bytes = u64::try_from(snapshot.size_bytes).unwrap_or_default();
-    ensure!(capacity_bytes > 0, "the driver reports no size of snapshot {id}");
+    let capacity_bytes = names::size(snapshot).context("the snapshot's size is unknown")?;
     Ok(Subject {
         volume_id: snapshot.source_volume_id.clone(),
         volume: names::name_of(&snapshot.source_volume_id).to_owned(),
         snapshot_id: id.clone(),
         snapshot: names::name_of(id).to_owned(),
+        // CSI has no place for it.
+        change_id: None,
         snapshot_created: format::time(snapshot.creation_time.as_ref()),
         capacity_bytes,
         base: None,
@@ -67,12 +123,16 @@ pub fn subject(snapshot: &csi::Snapshot, group: Option<Group>) -> Result<Subject
     })
 }
 
-/// The same for a VolumeSnapshot.
+/// The same for a VolumeSnapshot of this many bytes.
 ///
 /// # Errors
-/// It was not taken of a volume of the cluster, or its size is unknown.
-pub fn subject_in_cluster(snapshot: &cluster::Snapshot, group: Option<Group>) -> Result<Subject> {
-    let cluster::Snapshot { what, handle, volume_handle, claim, created, bytes, .. } = snapshot;
+/// It was not taken of a volume of the cluster.
+pub fn subject_in_cluster(
+    snapshot: &cluster::Snapshot,
+    capacity_bytes: u64,
+    group: Option<Group>,
+) -> Result<Subject> {
+    let cluster::Snapshot { what, handle, change_id, volume_handle, claim, created, .. } = snapshot;
     let volume_id = volume_handle.clone().with_context(|| {
         format!("{what} was imported, so its volume is unknown: back up a snapshot of a claim")
     })?;
@@ -81,8 +141,9 @@ pub fn subject_in_cluster(snapshot: &cluster::Snapshot, group: Option<Group>) ->
         volume_id,
         snapshot_id: handle.clone(),
         snapshot: snapshot.name.clone(),
+        change_id: change_id.clone(),
         snapshot_created: created.clone(),
-        capacity_bytes: *bytes,
+        capacity_bytes,
         base: None,
         full_because: None,
         group,
@@ -105,8 +166,7 @@ impl Origin<'_> {
     /// Begins an attempt, only after its listing was accepted, and copies what is missing. The inner
     /// result is that of the clean-up.
     pub async fn copy(&self, copying: Copying<'_, '_>) -> Result<Result<()>> {
-        let base =
-            copying.attempt.intent.subject.base.as_ref().map(|base| base.snapshot_id.clone());
+        let base = copying.attempt.base_id().map(str::to_owned);
         let query = |target: &str| match base.clone() {
             None => Query::Allocated { snapshot: target.to_owned() },
             Some(base) => Query::Delta { base, target: target.to_owned() },

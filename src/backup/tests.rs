@@ -353,3 +353,20 @@ async fn a_repository_of_format_1_is_refused_or_replaced() {
     restored(&new, &backup, &directory.path().join("image"), false).await.unwrap();
     assert!(format_1::replace(&Location::Directory("/no/such/place".into()), None).await.is_ok());
 }
+
+#[tokio::test]
+async fn a_backup_counts_from_the_change_id_of_its_base() {
+    let directory = tempfile::tempdir().unwrap();
+    let repository = repository(directory.path(), None).await;
+    let (bytes, all) = (image(&[1; 4]), extents(&[], &[1; 4], &[]));
+    let size = bytes.len() as u64;
+    for (number, change_id, id) in [(0, None, "s0"), (1, Some("52 21/7"), "52 21/7")] {
+        let change_id = change_id.map(str::to_owned);
+        let full = Subject { change_id, ..subject(number, size, None) };
+        let full = write(&repository, &full, &bytes, &all, usize::MAX).await.unwrap().unwrap();
+        let inventory = repository.inventory().await.unwrap();
+        let next = subject(number + 2, size, Some(&full));
+        let attempt = Attempt::new(&repository, &inventory, next, None).await.unwrap();
+        assert_eq!(attempt.base_id(), Some(id));
+    }
+}

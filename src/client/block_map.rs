@@ -2,7 +2,8 @@
 //! CSI, so that a consumer can rely on it. A [`Source`] provides the messages: a driver's socket
 //! ([`Driver`]), or a driver's sidecar (`cluster`), which resumes after an interruption.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
+use tokio::time::Instant;
 use tonic::{Code, Response, Status, Streaming};
 
 use super::connection::{Connection, refused};
@@ -45,11 +46,12 @@ pub struct Window {
     pub max_results: i32,
 }
 
-/// What all messages of a listing have in common.
+/// What all messages of a listing have in common. Of a listing without messages: an unknown type,
+/// and the size of the snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub block_metadata_type: csi::BlockMetadataType,
-    /// Capacity of the (target) snapshot; every streaming API reports it.
+    /// Capacity of the (target) snapshot or of its volume; every streaming API reports it.
     pub capacity_bytes: Option<u64>,
 }
 
@@ -60,6 +62,10 @@ pub trait Source {
     /// # Errors
     /// The listing broke and cannot be resumed.
     async fn next(&mut self, progress: Progress) -> Result<Option<Part>>;
+
+    /// Size of the (target) snapshot in bytes, from elsewhere than the listing, which may have no
+    /// message.
+    fn size(&self) -> Option<u64>;
 }
 
 /// How much of a listing has arrived.
@@ -106,15 +112,25 @@ impl<S: Source> BlockMap<S> {
             match self.source.next(self.checks.progress).await? {
                 Some(Part::Message(message)) => return self.checks.accept(&message).map(Some),
                 Some(Part::Restart) => self.checks.restart(),
-                None if self.checks.progress.shape.is_none() => {
-                    bail!("the driver returned no message, so the volume's capacity is unknown")
+                None => {
+                    // A stream without messages is an empty listing (CSI, "Special considerations
+                    // for processing a snapshot metadata gRPC stream").
+                    self.checks.progress.shape.get_or_insert(Shape {
+                        block_metadata_type: csi::BlockMetadataType::Unknown,
+                        capacity_bytes: self.source.size(),
+                    });
+                    return Ok(None);
                 }
-                None => return Ok(None),
             }
         }
     }
 
-    /// Known after the first message.
+    /// Size of the (target) snapshot, from elsewhere than the listing.
+    pub fn size(&self) -> Option<u64> {
+        self.source.size()
+    }
+
+    /// Known after the first message, and at the end.
     pub fn shape(&self) -> Option<Shape> {
         self.checks.progress.shape
     }
@@ -155,16 +171,50 @@ impl Checks {
     }
 }
 
+/// The parts of extents before a byte, the end of a snapshot: its volume may have grown since.
+pub fn clip(mut extents: Vec<Extent>, end: u64) -> Vec<Extent> {
+    extents.retain(|extent| extent.offset < end);
+    if let Some(last) = extents.last_mut().filter(|last| last.end() > end) {
+        last.length = end - last.offset;
+    }
+    extents
+}
+
 /// A listing over a driver's socket.
-pub struct Driver(Stream<csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse>);
+pub struct Driver {
+    stream: Stream<csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse>,
+    /// Of the target, in bytes.
+    size: Option<u64>,
+    /// Next step after a refusal of a snapshot.
+    hint: Option<String>,
+}
 
 impl BlockMap<Driver> {
-    /// Starts a listing.
+    /// Starts a listing. `size`: that of the target in bytes, if known. `hint`: the next step if the
+    /// driver refuses a snapshot.
     ///
     /// # Errors
     /// The driver refuses it before the first message.
-    pub async fn open(connection: &Connection, query: Query, window: Window) -> Result<Self> {
-        Ok(Self::new(Driver::request(connection, query, window).await.map_err(refused)?))
+    pub async fn open(
+        connection: &Connection,
+        query: Query,
+        window: Window,
+        size: Option<u64>,
+        hint: Option<String>,
+    ) -> Result<Self> {
+        match Driver::request(connection, query, window).await {
+            Ok(driver) => Ok(Self::new(Driver { size, hint, ..driver })),
+            Err(status) => Err(refused_with(status, hint.as_deref())),
+        }
+    }
+}
+
+/// The error of a status; a refused snapshot is followed by the hint.
+fn refused_with(status: Status, hint: Option<&str>) -> anyhow::Error {
+    let is_refused = matches!(status.code(), Code::NotFound | Code::InvalidArgument);
+    match hint.filter(|_| is_refused) {
+        Some(hint) => anyhow!("{}; {hint}", refused(status)),
+        None => refused(status),
     }
 }
 
@@ -180,28 +230,31 @@ impl Driver {
     ) -> Result<Self, Status> {
         let Window { starting_offset, max_results } = window;
         let mut client = connection.snapshot_metadata();
+        let deadline = connection.deadline();
         let stream = match query {
             Query::Allocated { snapshot } => {
                 let request = csi::GetMetadataAllocatedRequest {
+                    secrets: connection.secrets(),
                     snapshot_id: snapshot,
                     starting_offset,
                     max_results,
                     ..csi::GetMetadataAllocatedRequest::default()
                 };
-                client.get_metadata_allocated(request).await.map(Stream::allocated)
+                client.get_metadata_allocated(request).await.map(Answer::Allocated)
             }
             Query::Delta { base, target } => {
                 let request = csi::GetMetadataDeltaRequest {
+                    secrets: connection.secrets(),
                     base_snapshot_id: base,
                     target_snapshot_id: target,
                     starting_offset,
                     max_results,
                     ..csi::GetMetadataDeltaRequest::default()
                 };
-                client.get_metadata_delta(request).await.map(Stream::delta)
+                client.get_metadata_delta(request).await.map(Answer::Delta)
             }
         };
-        stream.map(Self)
+        Ok(Self { stream: Stream::new(stream?, deadline), size: None, hint: None })
     }
 
     /// The next message; `None` at the end.
@@ -209,30 +262,38 @@ impl Driver {
     /// # Errors
     /// The status with which the stream ended.
     pub async fn message(&mut self) -> Result<Option<Message>, Status> {
-        self.0.message().await
+        self.stream.message().await
     }
 }
 
 impl Source for Driver {
     async fn next(&mut self, _: Progress) -> Result<Option<Part>> {
-        let message = self.message().await.map_err(refused)?;
+        let message = self.message().await;
+        let message = message.map_err(|status| refused_with(status, self.hint.as_deref()))?;
         Ok(message.map(Part::Message))
     }
+
+    fn size(&self) -> Option<u64> {
+        self.size
+    }
+}
+
+/// The response to a call of either kind.
+pub enum Answer<A, D> {
+    Allocated(Response<Streaming<A>>),
+    Delta(Response<Streaming<D>>),
 }
 
 /// One stream of messages, of either kind.
-pub enum Stream<A, D> {
-    Allocated(Streaming<A>),
-    Delta(Streaming<D>),
+pub struct Stream<A, D> {
+    answer: Answer<A, D>,
+    /// Of the call.
+    deadline: Instant,
 }
 
 impl<A: Into<Message>, D: Into<Message>> Stream<A, D> {
-    pub fn allocated(response: Response<Streaming<A>>) -> Self {
-        Self::Allocated(response.into_inner())
-    }
-
-    pub fn delta(response: Response<Streaming<D>>) -> Self {
-        Self::Delta(response.into_inner())
+    pub fn new(answer: Answer<A, D>, deadline: Instant) -> Self {
+        Self { answer, deadline }
     }
 
     /// The next message; `None` at the end of the stream.
@@ -240,10 +301,18 @@ impl<A: Into<Message>, D: Into<Message>> Stream<A, D> {
     /// # Errors
     /// The status that ended the stream. A status without a cause comes from the server.
     pub async fn message(&mut self) -> Result<Option<Message>, Status> {
-        match self {
-            Self::Allocated(stream) => Ok(stream.message().await.map_err(truncated)?.map(A::into)),
-            Self::Delta(stream) => Ok(stream.message().await.map_err(truncated)?.map(D::into)),
+        let message = match &mut self.answer {
+            Answer::Allocated(stream) => stream.get_mut().message().await.map(|it| it.map(A::into)),
+            Answer::Delta(stream) => stream.get_mut().message().await.map(|it| it.map(D::into)),
+        };
+        let message = message.map_err(truncated)?;
+        if message.is_none() && Instant::now() >= self.deadline {
+            // Some servers end a call with OK when its time is over.
+            return Err(Status::deadline_exceeded(
+                "the stream ended after its time limit, so the listing may be incomplete",
+            ));
         }
+        Ok(message)
     }
 }
 
@@ -318,16 +387,18 @@ fn checked((offset, length): (i128, i128), shape: Shape, end: &mut u64) -> Resul
             "the driver reports an extent that is empty or out of order: {offset}, {length} bytes"
         );
     }
-    // The sum of two 64-bit numbers fits 128 bits.
-    let (Ok(offset), Ok(length), true) = (
-        u64::try_from(offset),
-        u64::try_from(length),
-        offset + length <= shape.capacity_bytes.unwrap_or(u64::MAX).into(),
-    ) else {
+    let capacity = i128::from(shape.capacity_bytes.unwrap_or(u64::MAX));
+    // The sum of two 64-bit numbers fits 128 bits. The last block of a fixed length may exceed the
+    // capacity.
+    let is_fixed = shape.block_metadata_type == csi::BlockMetadataType::FixedLength;
+    let inside = if is_fixed { offset < capacity } else { offset + length <= capacity };
+    let (Ok(start), Ok(last), true) =
+        (u64::try_from(offset), u64::try_from((offset + length).min(capacity)), inside)
+    else {
         bail!("the driver reports an extent past the end of the volume: {offset}, {length} bytes");
     };
-    *end = offset + length;
-    Ok(Extent { offset, length })
+    *end = last;
+    Ok(Extent { offset: start, length: last - start })
 }
 
 #[cfg(test)]
@@ -413,8 +484,9 @@ mod tests {
         assert!(checks.accept(&message(&[])).unwrap().is_empty());
     }
 
-    /// A server that sends one message and ends the stream, with or without a status.
-    async fn lone_message(status: bool) -> Result<Vec<Option<Vec<Extent>>>> {
+    /// A server that sends one message and ends the stream, with or without a status. The deadline
+    /// of the call may be over then.
+    async fn lone_message(status: bool, is_late: bool) -> Result<Vec<Option<Vec<Extent>>>> {
         let directory = tempfile::tempdir()?;
         let socket = directory.path().join("csi.sock");
         let listener = tokio::net::UnixListener::bind(&socket)?;
@@ -434,8 +506,10 @@ mod tests {
         let soon = tokio::time::Instant::now() + std::time::Duration::from_secs(60);
         let endpoint = socket.to_str().unwrap().parse().unwrap();
         let connection = Connection::open(&endpoint, soon).await?;
+        let deadline = if is_late { tokio::time::Instant::now() } else { soon };
+        let connection = connection.until(deadline);
         let query = Query::Allocated { snapshot: "s".to_owned() };
-        let mut map = BlockMap::open(&connection, query, Window::default()).await?;
+        let mut map = BlockMap::open(&connection, query, Window::default(), None, None).await?;
         let first = map.next().await?;
         let second = map.next().await;
         server.abort();
@@ -459,9 +533,36 @@ mod tests {
 
     #[tokio::test]
     async fn a_stream_without_a_status_is_incomplete() {
-        let whole = lone_message(true).await.unwrap();
+        let whole = lone_message(true, false).await.unwrap();
         assert_eq!(whole, [Some(vec![Extent { offset: 0, length: 4096 }]), None]);
-        let error = lone_message(false).await.unwrap_err().to_string();
+        let error = lone_message(false, false).await.unwrap_err().to_string();
         assert!(error.starts_with("UNAVAILABLE: the stream ended without a status"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_stream_that_ends_after_its_deadline_is_incomplete() {
+        let error = lone_message(true, true).await.unwrap_err().to_string();
+        assert!(error.starts_with("DEADLINE_EXCEEDED: the stream ended after"), "{error}");
+    }
+
+    #[test]
+    fn the_last_block_of_a_fixed_length_may_exceed_the_capacity() {
+        let fixed = Shape { block_metadata_type: csi::BlockMetadataType::FixedLength, ..SHAPE };
+        let last = ((1 << 20) - 4096, 8192);
+        let found = checked(last, fixed, &mut 0).unwrap();
+        assert_eq!((found.offset, found.length), ((1 << 20) - 4096, 4096));
+        assert!(checked((1 << 20, 4096), fixed, &mut 0).is_err());
+        assert!(checked(last, SHAPE, &mut 0).is_err());
+    }
+
+    #[test]
+    fn a_listing_of_a_grown_volume_ends_with_the_snapshot() {
+        let extents = [(0, 4096), (8192, 8192), (20480, 4096)];
+        let extents = extents.map(|(offset, length)| Extent { offset, length }).to_vec();
+        let [first, mut second] = [extents[0], extents[1]];
+        second.length = 4096;
+        assert_eq!(clip(extents.clone(), 12288), [first, second]);
+        assert_eq!(clip(extents.clone(), 8192), [first]);
+        assert_eq!(clip(extents.clone(), 1 << 20), extents);
     }
 }

@@ -1,22 +1,22 @@
-//! The connection to a driver's socket: clients of the CSI services that carry the command's
-//! deadline, and errors for a user: `CODE: message`, and the next step when no driver accepts
-//! connections.
+//! The connection to a driver: clients of the CSI services that carry the command's deadline, the
+//! secrets of its calls, and errors for a user: `CODE: message`, and the next step when no driver
+//! accepts connections.
 
+use std::collections::HashMap;
 use std::error::Error as _;
 use std::io;
-use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
-use hyper_util::rt::TokioIo;
-use tokio::net::UnixStream;
 use tokio::time::Instant;
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{self, Channel, Uri};
 use tonic::{Request, Status};
 
-use crate::grpc::{SocketPath, code_name};
+use crate::grpc::{Endpoint, code_name};
+use crate::kubernetes::secret::Secrets;
 use crate::proto::admin::v1::base_admin_client::BaseAdminClient;
 use crate::proto::admin::v1::pool_admin_client::PoolAdminClient;
 use crate::proto::admin::v1::volume_admin_client::VolumeAdminClient;
@@ -27,35 +27,47 @@ use crate::proto::csi::v1::snapshot_metadata_client::SnapshotMetadataClient;
 
 type Wire = InterceptedService<Channel, Deadline>;
 
-/// A connected socket and the deadline of all calls over it. Clones share the connection.
+/// A connected driver, and the deadline and the secrets of all calls. Clones share the connection.
 #[derive(Debug, Clone)]
 pub struct Connection {
     channel: Channel,
+    /// To the SnapshotMetadata service, if it is elsewhere.
+    metadata: Option<Channel>,
+    secrets: Arc<Secrets>,
     deadline: Instant,
 }
 
 impl Connection {
-    /// Connects to a socket given as `unix:///path`, `unix:/path` or a path.
+    /// Connects to an endpoint.
     ///
     /// # Errors
-    /// An endpoint that is no unix socket; a socket that cannot be connected to, with what to do.
-    pub async fn open(endpoint: &SocketPath, deadline: Instant) -> Result<Self> {
-        let path = endpoint.as_ref().to_owned();
-        let socket = path.clone();
-        // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
-        let channel = Endpoint::from_static("http://localhost")
-            .connect_with_connector(tower::service_fn(move |_: Uri| {
-                let socket = socket.clone();
-                async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-            }))
-            .await
-            .map_err(|error| unreachable_socket(&path, &error))?;
-        Ok(Self { channel, deadline })
+    /// It cannot be connected to, with what to do.
+    pub async fn open(endpoint: &Endpoint, deadline: Instant) -> Result<Self> {
+        let channel = channel(endpoint).await?;
+        Ok(Self { channel, metadata: None, secrets: Arc::default(), deadline })
+    }
+
+    /// The same with the SnapshotMetadata service of another endpoint.
+    ///
+    /// # Errors
+    /// It cannot be connected to, with what to do.
+    pub async fn with_metadata_at(self, endpoint: &Endpoint) -> Result<Self> {
+        Ok(Self { metadata: Some(channel(endpoint).await?), ..self })
+    }
+
+    /// The same with secrets for all calls.
+    pub fn with_secrets(self, secrets: Secrets) -> Self {
+        Self { secrets: Arc::new(secrets), ..self }
+    }
+
+    /// The secrets, only for a request to the driver.
+    pub fn secrets(&self) -> HashMap<String, String> {
+        self.secrets.reveal()
     }
 
     /// The same connection with another deadline.
     pub fn until(&self, deadline: Instant) -> Self {
-        Self { channel: self.channel.clone(), deadline }
+        Self { deadline, ..self.clone() }
     }
 
     pub fn deadline(&self) -> Instant {
@@ -87,8 +99,21 @@ impl Connection {
     }
 
     pub fn snapshot_metadata(&self) -> SnapshotMetadataClient<Wire> {
-        SnapshotMetadataClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
+        let channel = self.metadata.as_ref().unwrap_or(&self.channel).clone();
+        SnapshotMetadataClient::with_interceptor(channel, Deadline(self.deadline))
     }
+}
+
+async fn channel(endpoint: &Endpoint) -> Result<Channel> {
+    let place = endpoint.clone();
+    // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
+    let connected = transport::Endpoint::from_static("http://localhost")
+        .connect_with_connector(tower::service_fn(move |_: Uri| {
+            let place = place.clone();
+            async move { place.connect().await }
+        }))
+        .await;
+    connected.map_err(|error| unreachable(endpoint, &error))
 }
 
 /// Sends the deadline with each call, so that the driver stops when the command does.
@@ -104,7 +129,7 @@ impl Interceptor for Deadline {
     }
 }
 
-fn unreachable_socket(path: &Path, error: &tonic::transport::Error) -> anyhow::Error {
+fn unreachable(endpoint: &Endpoint, error: &transport::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     let io = loop {
         if let Some(io) = cause.downcast_ref::<io::Error>() {
@@ -115,7 +140,12 @@ fn unreachable_socket(path: &Path, error: &tonic::transport::Error) -> anyhow::E
             None => break None,
         }
     };
-    let path = path.display();
+    let path = match endpoint {
+        Endpoint::Unix(path) => path.as_ref().display(),
+        Endpoint::Tcp(address) => {
+            return anyhow!("cannot connect to {address}: {cause}; no driver may listen there");
+        }
+    };
     match io.map(io::Error::kind) {
         Some(io::ErrorKind::NotFound) => anyhow!(
             "no socket at {path}: start the driver (csi-loopback --mode driver), or set its socket \
@@ -197,7 +227,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let soon = Instant::now() + Duration::from_secs(10);
         let path = dir.path().join("csi.sock");
-        let endpoint: SocketPath = path.to_str().unwrap().parse().unwrap();
+        let endpoint: Endpoint = path.to_str().unwrap().parse().unwrap();
 
         let error = Connection::open(&endpoint, soon).await.unwrap_err().to_string();
         assert!(error.starts_with("no socket at") && error.contains("--mode driver"), "{error}");

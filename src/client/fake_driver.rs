@@ -14,7 +14,7 @@ use tokio_stream::{Stream, iter};
 use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
 
-use crate::grpc::{RawMessage, SocketPath};
+use crate::grpc::{Endpoint, RawMessage};
 use crate::proto::csi::v1 as csi;
 use crate::proto::legacy::PublishRequest;
 use csi::controller_server::{Controller, ControllerServer};
@@ -48,7 +48,7 @@ struct State {
 
 /// Serves until it is dropped.
 pub struct Served {
-    pub endpoint: SocketPath,
+    pub endpoint: Endpoint,
     task: tokio::task::JoinHandle<()>,
     _directory: tempfile::TempDir,
 }

@@ -72,6 +72,7 @@ async fn create(
     }
     let previous = group_id(&members(connection).await?, &name)?;
     let request = csi::CreateVolumeGroupSnapshotRequest {
+        secrets: connection.secrets(),
         name,
         source_volume_ids,
         ..csi::CreateVolumeGroupSnapshotRequest::default()
@@ -115,6 +116,7 @@ async fn delete(
     };
     let of_group = rows.into_iter().filter(|row| row.group_snapshot_id == id);
     let request = csi::DeleteVolumeGroupSnapshotRequest {
+        secrets: connection.secrets(),
         group_snapshot_id: id.clone(),
         snapshot_ids: of_group.map(|row| row.id).collect(),
         ..csi::DeleteVolumeGroupSnapshotRequest::default()

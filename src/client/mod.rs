@@ -26,6 +26,7 @@ mod pool;
 mod print_map;
 pub(crate) mod progress;
 pub(crate) mod scratch;
+mod secrets;
 mod show;
 mod snapshot;
 mod stats;
@@ -35,10 +36,11 @@ mod volume;
 
 use std::future::Future;
 use std::io;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crate::grpc::SocketPath;
+use crate::grpc::Endpoint;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -70,8 +72,14 @@ const DEFAULT_ENDPOINT: &str = "unix:///run/csi-loopback/csi.sock";
 #[derive(Debug, Clone, Args)]
 pub struct Options {
     /// Socket of the driver [env: CSI_ENDPOINT] [default: unix:///run/csi-loopback/csi.sock]
-    #[arg(long, global = true, help_heading = HEADING, value_name = "unix://PATH")]
-    endpoint: Option<SocketPath>,
+    #[arg(long, global = true, help_heading = HEADING, value_name = "unix://PATH|tcp://HOST:PORT")]
+    endpoint: Option<Endpoint>,
+    /// Socket of the SnapshotMetadata service [default: that of the driver]
+    #[arg(long, global = true, help_heading = HEADING, value_name = "unix://PATH|tcp://HOST:PORT")]
+    metadata_endpoint: Option<Endpoint>,
+    /// Directory with a file per secret that the driver requires in its calls
+    #[arg(long, global = true, help_heading = HEADING, value_name = "DIR")]
+    secrets: Option<PathBuf>,
     /// Time limit of the command; of each call for `snapshot verify`, `backup` and `restore`
     #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING, value_name = "TIME")]
     pub(crate) timeout: Duration,
@@ -110,12 +118,27 @@ impl Options {
     ///
     /// # Errors
     /// The environment variable is no socket path.
-    pub(crate) fn endpoint(&self) -> Result<SocketPath> {
+    pub(crate) fn endpoint(&self) -> Result<Endpoint> {
         if let Some(endpoint) = &self.endpoint {
             return Ok(endpoint.clone());
         }
         let text = std::env::var(ENDPOINT_VARIABLE).unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
         text.parse().map_err(|error: String| anyhow!("{ENDPOINT_VARIABLE}: {error}"))
+    }
+
+    /// Connects to the driver.
+    ///
+    /// # Errors
+    /// It cannot be connected to, or its secrets cannot be read.
+    pub(crate) async fn connect(&self, deadline: Instant) -> Result<Connection> {
+        let mut connection = Connection::open(&self.endpoint()?, deadline).await?;
+        if let Some(endpoint) = &self.metadata_endpoint {
+            connection = connection.with_metadata_at(endpoint).await?;
+        }
+        match &self.secrets {
+            Some(directory) => Ok(connection.with_secrets(secrets::read(directory)?)),
+            None => Ok(connection),
+        }
     }
 }
 
@@ -176,9 +199,7 @@ async fn bounded<T>(
     options: &Options,
     work: impl AsyncFnOnce(Connection) -> Result<T>,
 ) -> Result<T> {
-    let endpoint = options.endpoint()?;
-    in_time(options, async |deadline| work(Connection::open(&endpoint, deadline).await?).await)
-        .await
+    in_time(options, async |deadline| work(options.connect(deadline).await?).await).await
 }
 
 /// Runs `work`, which gets the deadline; fails when `--timeout` is over.

@@ -3,9 +3,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use tonic::Code;
 
 use super::base;
+use super::block_map::{BlockMap, Driver, Query, Window};
 use super::connection::{Connection, refused};
 use crate::backend::ids;
 use crate::proto::csi::v1 as csi;
@@ -69,6 +71,97 @@ pub async fn snapshot_id(connection: &Connection, reference: &str) -> Result<Str
     }
 }
 
+/// A snapshot, to list its blocks.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    id: String,
+    /// In bytes.
+    size: Option<u64>,
+    origin: Origin,
+}
+
+/// Where the id of a snapshot is from.
+#[derive(Debug, Clone, Copy)]
+enum Origin {
+    Listed,
+    /// No snapshot with the user's text is listed.
+    Unlisted,
+    /// The user gave an id.
+    Given,
+}
+
+impl Subject {
+    /// A snapshot that the driver lists.
+    pub fn of(snapshot: &csi::Snapshot) -> Self {
+        let (id, size) = (snapshot.snapshot_id.clone(), size(snapshot));
+        Self { id, size, origin: Origin::Listed }
+    }
+
+    /// A CSI id, which is not looked up.
+    pub fn with_id(id: String) -> Self {
+        Self { id, size: None, origin: Origin::Given }
+    }
+
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// What a user who gave a name instead of an id needs to know after a refusal.
+    fn hint(&self) -> Option<String> {
+        let id = &self.id;
+        match self.origin {
+            Origin::Listed => None,
+            _ if is_id("snap-", id) => None,
+            Origin::Unlisted => Some(format!(
+                "the driver lists no snapshot named {id:?}, so this was sent as an id; `csi-loopback snapshot list` \
+                 lists the snapshots, and `csi-loopback snapshot list --bases` the ids of deleted ones that can be a \
+                 base"
+            )),
+            Origin::Given => Some(format!("{id:?} was sent as an id; --base-id accepts no name")),
+        }
+    }
+}
+
+/// Size of a snapshot in bytes; 0 means that the driver does not report it.
+pub fn size(snapshot: &csi::Snapshot) -> Option<u64> {
+    u64::try_from(snapshot.size_bytes).ok().filter(|bytes| *bytes > 0)
+}
+
+/// The snapshot with this name; any other text is an id, about which the driver decides: it may
+/// know deleted snapshots.
+///
+/// # Errors
+/// Several snapshots have that name.
+pub async fn subject(connection: &Connection, reference: &str) -> Result<Subject> {
+    Ok(match find_snapshot(connection, reference).await? {
+        Some(snapshot) => Subject::of(&snapshot),
+        None => Subject { id: reference.to_owned(), size: None, origin: Origin::Unlisted },
+    })
+}
+
+/// Starts to list the blocks of `target`, or their changes since `base`.
+///
+/// # Errors
+/// The driver refuses it before the first message.
+pub async fn listing(
+    connection: &Connection,
+    base: Option<&Subject>,
+    target: &Subject,
+    window: Window,
+) -> Result<BlockMap<Driver>> {
+    let hint = base.and_then(Subject::hint).or_else(|| target.hint());
+    BlockMap::open(connection, query(base, target), window, target.size, hint).await
+}
+
+/// What [`listing`] lists.
+pub fn query(base: Option<&Subject>, target: &Subject) -> Query {
+    let id = target.id.clone();
+    match base {
+        Some(base) => Query::Delta { base: base.id.clone(), target: id },
+        None => Query::Allocated { snapshot: id },
+    }
+}
+
 /// The snapshot with this id or name, which is listed.
 ///
 /// # Errors
@@ -84,17 +177,22 @@ fn no_snapshot(reference: &str) -> String {
     )
 }
 
-/// The snapshot with this id or name, if it is listed.
+/// The snapshot with this id or name, if it is listed. With a driver that cannot list snapshots,
+/// every text is an id.
 pub async fn find_snapshot(
     connection: &Connection,
     reference: &str,
 ) -> Result<Option<csi::Snapshot>> {
     let mut search = Search::new("snapshot", reference)?;
-    each_snapshot(connection, "", |snapshot| {
+    let is_listed = offer_snapshots(connection, "", |snapshot| {
         search.offer(snapshot.snapshot_id.clone(), snapshot);
     })
     .await?;
-    search.finish()
+    if is_listed {
+        return search.finish();
+    }
+    let snapshot_id = reference.to_owned();
+    Ok(Some(csi::Snapshot { snapshot_id, ready_to_use: true, ..csi::Snapshot::default() }))
 }
 
 /// Calls `seen` for every volume, page by page.
@@ -116,24 +214,41 @@ pub async fn each_volume(
 }
 
 /// Calls `seen` for every snapshot, page by page; of one volume unless `volume_id` is empty.
+///
+/// # Errors
+/// The driver cannot list snapshots, or refuses.
 pub async fn each_snapshot(
     connection: &Connection,
     volume_id: &str,
-    mut seen: impl FnMut(csi::Snapshot),
+    seen: impl FnMut(csi::Snapshot),
 ) -> Result<()> {
+    let is_listed = offer_snapshots(connection, volume_id, seen).await?;
+    ensure!(is_listed, "the driver cannot list snapshots (ListSnapshots is UNIMPLEMENTED)");
+    Ok(())
+}
+
+/// The same, but returns false for a driver that cannot list snapshots.
+async fn offer_snapshots(
+    connection: &Connection,
+    volume_id: &str,
+    mut seen: impl FnMut(csi::Snapshot),
+) -> Result<bool> {
     let mut starting_token = String::new();
     loop {
         let request = csi::ListSnapshotsRequest {
+            secrets: connection.secrets(),
             max_entries: PAGE,
             starting_token,
             source_volume_id: volume_id.to_owned(),
             ..csi::ListSnapshotsRequest::default()
         };
-        let page =
-            connection.controller().list_snapshots(request).await.map_err(refused)?.into_inner();
+        let page = match connection.controller().list_snapshots(request).await {
+            Err(status) if status.code() == Code::Unimplemented => return Ok(false),
+            page => page.map_err(refused)?.into_inner(),
+        };
         page.entries.into_iter().filter_map(|entry| entry.snapshot).for_each(&mut seen);
         if page.next_token.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
         starting_token = page.next_token;
     }

@@ -96,6 +96,7 @@ pub async fn stage(connection: &Connection, args: StageArgs) -> Result<Change> {
     // CSI NodeStageVolume: the caller creates the directory.
     fs::create_dir_all(&staging).with_context(|| format!("create {}", staging.display()))?;
     let request = csi::NodeStageVolumeRequest {
+        secrets: connection.secrets(),
         volume_id: volume.volume_id.clone(),
         staging_target_path: staging_path.clone(),
         volume_capability: Some(capability.capability()),
@@ -137,6 +138,7 @@ pub async fn publish(connection: &Connection, args: PublishArgs) -> Result<Chang
     }
     make_parent(&target)?;
     let request = csi::NodePublishVolumeRequest {
+        secrets: connection.secrets(),
         volume_id: volume.volume_id.clone(),
         staging_target_path: staging_path,
         target_path: target_path.clone(),

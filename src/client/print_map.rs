@@ -73,7 +73,10 @@ enum Part {
         at: Instant,
     },
     /// Explicit, because a channel that closes means a broken listing.
-    End,
+    End {
+        shape: Option<Shape>,
+        at: Instant,
+    },
 }
 
 /// Sends the listing to the printer. A printer that has ended reports its own error.
@@ -83,9 +86,9 @@ async fn send<S: Source>(map: &mut BlockMap<S>, sender: mpsc::Sender<Part>) -> R
         let at = Instant::now();
         let part = match (extents, map.shape()) {
             (Some(extents), Some(shape)) => Part::Extents { shape, extents, at },
-            _ => Part::End,
+            (_, shape) => Part::End { shape, at },
         };
-        let last = matches!(part, Part::End);
+        let last = matches!(part, Part::End { .. });
         if sender.send(part).await.is_err() || last {
             return Ok(());
         }
@@ -115,7 +118,13 @@ fn print(
                     extents.into_iter().try_for_each(|extent| report.row(&mut out, extent))
                 })?;
             }
-            Part::End => {
+            Part::End { shape, at } => {
+                // Of a listing without messages.
+                let empty = shape.filter(|_| begun.is_none());
+                if let Some(shape) = empty {
+                    begun = Some((shape, at - start));
+                    report.begin(&mut out, shape)?;
+                }
                 if let Some((shape, first)) = begun {
                     let times = Times { first, whole: start.elapsed() };
                     progress::suspend(|| {
@@ -300,7 +309,7 @@ mod tests {
             let extents = vec![Extent { offset: 0, length: 4096 }];
             sender.try_send(Part::Extents { shape: SHAPE, extents, at: start }).ok().unwrap();
             if is_explicit {
-                sender.try_send(Part::End).ok().unwrap();
+                sender.try_send(Part::End { shape: Some(SHAPE), at: start }).ok().unwrap();
             }
             drop(sender);
             let mut out = Vec::new();

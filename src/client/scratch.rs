@@ -178,6 +178,7 @@ impl Scratch {
             snapshot_id: snapshot.snapshot_id.clone(),
         };
         let request = csi::CreateVolumeRequest {
+            secrets: connection.secrets(),
             name,
             capacity_range: Some(csi::CapacityRange {
                 required_bytes: snapshot.size_bytes,
@@ -209,6 +210,7 @@ impl Scratch {
     ) -> Result<PathBuf> {
         let writer = capability::block(Mode::SingleNodeWriter);
         let request = csi::CreateVolumeRequest {
+            secrets: connection.secrets(),
             name: name.to_owned(),
             capacity_range: Some(csi::CapacityRange {
                 required_bytes: i64::try_from(bytes)?,
@@ -238,6 +240,7 @@ impl Scratch {
 
         temporary.maybe_staged = true;
         let request = csi::NodeStageVolumeRequest {
+            secrets: connection.secrets(),
             volume_id: volume.volume_id.clone(),
             staging_target_path: text(&temporary.staging)?,
             volume_capability: Some(capability.clone()),
@@ -249,6 +252,7 @@ impl Scratch {
 
         temporary.maybe_published = true;
         let request = csi::NodePublishVolumeRequest {
+            secrets: connection.secrets(),
             volume_id: volume.volume_id,
             staging_target_path: text(&temporary.staging)?,
             target_path: text(&temporary.target)?,
@@ -266,13 +270,20 @@ impl Scratch {
         &mut self,
         connection: &Connection,
         stop: &Stop,
-        request: csi::CreateVolumeRequest,
+        mut request: csi::CreateVolumeRequest,
         doing: &'static str,
     ) -> Result<csi::Volume> {
         stop.check()?;
         self.volumes.push(Temporary::new(&self.root, request.name.clone()));
         let mut controller = connection.controller();
-        let response = stop.step(async { Ok(controller.create_volume(request).await) }).await?;
+        let first = request.clone();
+        let mut response = stop.step(async { Ok(controller.create_volume(first).await) }).await?;
+        // Another driver may refuse this driver's parameters.
+        let is_refused = response.as_ref().is_err_and(|it| it.code() == Code::InvalidArgument);
+        if is_refused && !request.parameters.is_empty() {
+            request.parameters.clear();
+            response = stop.step(async { Ok(controller.create_volume(request).await) }).await?;
+        }
         match response {
             Ok(response) => {
                 let volume = response.into_inner().volume.unwrap_or_default();
@@ -379,7 +390,7 @@ impl Temporary {
         if !delete {
             return Ok(());
         }
-        let request = csi::DeleteVolumeRequest { volume_id, ..csi::DeleteVolumeRequest::default() };
+        let request = csi::DeleteVolumeRequest { volume_id, secrets: connection.secrets() };
         retried(async || connection.controller().delete_volume(request.clone()).await)
             .await
             .context("delete")

@@ -7,11 +7,12 @@ use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
-use super::block_map::{BlockMap, Query, Window};
+use super::block_map::{Query, Window};
 use super::cluster::{self, ClusterArgs};
 use super::connection::{Connection, refused};
 use super::group::{self, GroupCommand};
 use super::map::{self, MapArgs};
+use super::names::Subject;
 use super::print_map::Printer;
 use super::verify::{self, VerifyArgs};
 use super::volume::changed;
@@ -169,18 +170,18 @@ async fn on_driver(
         }
         SnapshotCommand::Group(command) => group::run(connection, command, output).await,
         SnapshotCommand::Allocated { snapshot, window, cluster: _ } => {
-            let snapshot = names::snapshot_id(connection, &snapshot).await?;
-            list_blocks(connection, Query::Allocated { snapshot }, &window, output).await
+            let snapshot = names::subject(connection, &snapshot).await?;
+            list_blocks(connection, None, &snapshot, &window, output).await
         }
         SnapshotCommand::Delta { first, target, base_id, window, cluster: _ } => {
             let is_id = base_id.is_some();
             let (base, target) = pair(first, target, base_id);
             let base = match is_id {
-                true => base,
-                false => names::snapshot_id(connection, &base).await?,
+                true => Subject::with_id(base),
+                false => names::subject(connection, &base).await?,
             };
-            let target = names::snapshot_id(connection, &target).await?;
-            list_blocks(connection, Query::Delta { base, target }, &window, output).await
+            let target = names::subject(connection, &target).await?;
+            list_blocks(connection, Some(&base), &target, &window, output).await
         }
         SnapshotCommand::Map(_) | SnapshotCommand::Verify(_) => {
             bail!("this command runs without a shared connection")
@@ -229,18 +230,20 @@ impl WindowArgs {
 
 async fn list_blocks(
     connection: &Connection,
-    query: Query,
+    base: Option<&Subject>,
+    target: &Subject,
     args: &WindowArgs,
     output: Output,
 ) -> Result<()> {
-    let printer = Printer::new(output, &query, None, args.limit_rows);
-    printer.print(BlockMap::open(connection, query, args.window()).await?).await
+    let printer = Printer::new(output, &names::query(base, target), None, args.limit_rows);
+    printer.print(names::listing(connection, base, target, args.window()).await?).await
 }
 
 async fn create(connection: &Connection, name: String, volume: &str, output: Output) -> Result<()> {
     let source_volume_id = names::volume(connection, volume).await?.volume_id;
     let previous = names::find_snapshot(connection, &name).await?;
     let request = csi::CreateSnapshotRequest {
+        secrets: connection.secrets(),
         source_volume_id,
         name,
         ..csi::CreateSnapshotRequest::default()
@@ -320,6 +323,7 @@ async fn delete(
     };
     let snapshot_id = snapshot.snapshot_id;
     let request = csi::DeleteSnapshotRequest {
+        secrets: connection.secrets(),
         snapshot_id: snapshot_id.clone(),
         ..csi::DeleteSnapshotRequest::default()
     };

@@ -212,6 +212,7 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
     let source = source(connection, from_snapshot, from_volume).await?;
     let previous = names::find_volume(connection, &name).await?;
     let request = csi::CreateVolumeRequest {
+        secrets: connection.secrets(),
         name,
         capacity_range: (size.is_some() || limit.is_some()).then(|| csi::CapacityRange {
             required_bytes: size.unwrap_or_default(),
@@ -301,6 +302,7 @@ async fn delete(connection: &Connection, reference: &str, if_exists: bool) -> Re
         return Ok(Change::of(reference.to_owned(), "deleted", false));
     };
     let request = csi::DeleteVolumeRequest {
+        secrets: connection.secrets(),
         volume_id: volume.volume_id.clone(),
         ..csi::DeleteVolumeRequest::default()
     };
@@ -318,6 +320,7 @@ async fn expand(
     let volume_id = names::volume(connection, reference).await?.volume_id;
     let capacity_range = Some(csi::CapacityRange { required_bytes: size, limit_bytes: 0 });
     let request = csi::ControllerExpandVolumeRequest {
+        secrets: connection.secrets(),
         volume_id: volume_id.clone(),
         capacity_range,
         ..csi::ControllerExpandVolumeRequest::default()
@@ -328,6 +331,7 @@ async fn expand(
     let on_node = match in_use {
         Some((path, defer_fs_ops)) => {
             let request = csi::NodeExpandVolumeRequest {
+                secrets: connection.secrets(),
                 volume_id: volume_id.clone(),
                 volume_path: absolute(path)?,
                 capacity_range,

@@ -3,6 +3,7 @@
 //! ([`call`]), and serving until shutdown ([`serve`]).
 
 pub mod call;
+pub mod endpoint;
 pub mod reflection;
 pub mod serve;
 pub mod socket;
@@ -19,6 +20,8 @@ use sha2::{Digest, Sha256};
 use tokio::time::Instant;
 use tonic::Code;
 use tonic::metadata::MetadataMap;
+
+pub use endpoint::Endpoint;
 
 /// Maximum bytes of a unix socket path in the kernel.
 const MAX_SOCKET_PATH: usize = 107;

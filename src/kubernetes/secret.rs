@@ -46,6 +46,12 @@ impl Secrets {
     }
 }
 
+impl FromIterator<(String, String)> for Secrets {
+    fn from_iter<I: IntoIterator<Item = (String, String)>>(entries: I) -> Self {
+        Self(entries.into_iter().collect())
+    }
+}
+
 impl fmt::Debug for Secrets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} secrets", self.0.len())

@@ -12,12 +12,17 @@ use kube::{CustomResource, Resource};
 use serde::{Deserialize, Serialize};
 
 use super::name;
+use crate::backend::ids;
 
 pub const GROUP: &str = "snapshot.storage.k8s.io";
 const VERSION: &str = "v1";
 
 /// Annotation of the class for VolumeSnapshots that name none.
 pub const DEFAULT_CLASS: &str = "snapshot.storage.kubernetes.io/is-default-class";
+
+/// Annotation of a VolumeSnapshot whose value its driver, vSphere's, takes as the base of a delta
+/// instead of the snapshot's handle.
+const CHANGE_ID: &str = "csi.vsphere.volume/change-id";
 
 /// A user's request for a snapshot, and its status.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]
@@ -137,6 +142,15 @@ pub struct VolumeSnapshotClass {
 }
 
 impl VolumeSnapshot {
+    /// What identifies it as the base of a delta, if that is not its handle.
+    ///
+    /// Users write annotations. An id of this project's driver, which has no change ids, would be
+    /// that of another snapshot, and could make the delta too small.
+    pub fn change_id(&self) -> Option<&str> {
+        let value = self.metadata.annotations.as_ref()?.get(CHANGE_ID)?;
+        Some(value.as_str()).filter(|value| !value.is_empty() && ids::name_of(value).is_none())
+    }
+
     /// Name of the bound content, if the snapshot is ready to use.
     pub fn ready_content(&self) -> Option<&str> {
         let status = self.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
@@ -207,5 +221,24 @@ impl Resource for VolumeSnapshotClass {
 
     fn meta_mut(&mut self) -> &mut ObjectMeta {
         &mut self.metadata
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_id_is_never_an_id_of_this_projects_driver() {
+        let annotated = |value: &str| {
+            let mut object = VolumeSnapshot::new("monday", Default::default());
+            let note = (CHANGE_ID.to_owned(), value.to_owned());
+            object.metadata.annotations = Some([note].into());
+            object.change_id().map(str::to_owned)
+        };
+        assert_eq!(annotated("52 21 4f/7").as_deref(), Some("52 21 4f/7"));
+        for other in ["", "snap-tuesday-0123456789abcdef"] {
+            assert_eq!(annotated(other), None, "{other}");
+        }
     }
 }

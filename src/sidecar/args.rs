@@ -11,7 +11,7 @@ use tonic::Code;
 
 use super::resolve::BaseReference;
 use super::{cbt_http, publish};
-use crate::grpc::SocketPath;
+use crate::grpc::Endpoint;
 use crate::kubernetes::client::Rate;
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::tls::{self, authority};
@@ -23,9 +23,9 @@ use crate::telemetry::{http, klog};
 #[command(version, args_override_self = true)]
 #[command(mut_arg("http_endpoint", role::http_by_default))]
 pub struct Args {
-    /// Socket of the CSI driver (unix:///path, unix:/path or /path)
+    /// Socket of the CSI driver (unix:///path, /path or tcp://host:port)
     #[arg(long, default_value = "/run/csi/socket", value_name = "SOCKET")]
-    pub csi_address: SocketPath,
+    pub csi_address: Endpoint,
 
     /// Timeout of a unary call to the CSI driver
     #[arg(long, default_value = "1m", value_parser = humantime::parse_duration, value_name = "TIME")]

@@ -1,10 +1,14 @@
 //! `--check-streams`: checks every response of a driver against the contract of its stream (CSI,
-//! SnapshotMetadata; KEP-3314, "Metadata Format"), on the encoded messages of both APIs, whose
-//! field numbers are equal. A backup from a response that breaks the contract may lack data, which
-//! would only show at a restore.
+//! SnapshotMetadata), on the encoded messages. It refuses what that text forbids: a type that is
+//! none, a capacity that is not positive, either of them changing, extents without a size, in
+//! another order, overlapping, before starting_offset or outside of the volume, and fixed lengths
+//! that differ or do not divide the volume into blocks. The last block of a fixed length may exceed
+//! the capacity. A backup from a response that breaks the contract may lack data, which would only
+//! show at a restore.
 
 use super::fields::{BLOCK_METADATA, Value, next_field};
 use super::refusal::{Reason, Refusal};
+use crate::proto::csi::v1::BlockMetadataType as Type;
 
 /// Fields of a response.
 const BLOCK_METADATA_TYPE: u32 = 1;
@@ -20,14 +24,26 @@ pub struct StreamCheck {
     starting_offset: u64,
     /// Block metadata type and capacity (bytes), which every message must repeat.
     shape: Option<[u64; 2]>,
-    /// End of the last extent.
+    /// Start and end of the last extent.
+    begin: u64,
     end: u64,
+    /// Size of the first extent.
+    size: Option<u64>,
+    /// Whether the extents are not blocks of that size.
+    is_uneven: bool,
 }
 
 impl StreamCheck {
     /// `starting_offset` is the request's, in bytes, and not negative.
     pub fn new(starting_offset: i64) -> Self {
-        Self { starting_offset: starting_offset.unsigned_abs(), shape: None, end: 0 }
+        Self {
+            starting_offset: starting_offset.unsigned_abs(),
+            shape: None,
+            begin: 0,
+            end: 0,
+            size: None,
+            is_uneven: false,
+        }
     }
 
     /// Checks the next message and returns its number of extents.
@@ -53,9 +69,20 @@ impl StreamCheck {
         if *self.shape.get_or_insert(shape) != shape {
             return Err("block_metadata_type or capacity changed");
         }
-        let [_, capacity] = shape;
-        if capacity > i64::MAX as u64 || self.end > capacity {
-            return Err("an extent ends past the capacity, or the capacity is negative");
+        let [kind, capacity] = shape;
+        if !(1..=i64::MAX as u64).contains(&capacity) {
+            return Err("volume_capacity_bytes is missing or negative");
+        }
+        let is_inside = match i32::try_from(kind).map(Type::try_from) {
+            Ok(Ok(Type::FixedLength)) if self.is_uneven => {
+                return Err("FIXED_LENGTH extents are not blocks of one size");
+            }
+            Ok(Ok(Type::FixedLength)) => extents == 0 || self.begin < capacity,
+            Ok(Ok(Type::VariableLength)) => self.end <= capacity,
+            _ => return Err("block_metadata_type is neither FIXED_LENGTH nor VARIABLE_LENGTH"),
+        };
+        if !is_inside {
+            return Err("an extent is past the capacity");
         }
         Ok(extents)
     }
@@ -77,7 +104,9 @@ impl StreamCheck {
             return Err("extents are not ascending, or overlap");
         }
         // The sum of two int64 fits a uint64.
-        self.end = offset + size;
+        (self.begin, self.end) = (offset, offset + size);
+        let first = *self.size.get_or_insert(size);
+        self.is_uneven |= size != first || !offset.is_multiple_of(first);
         if self.end <= self.starting_offset {
             return Err("an extent ends before starting_offset");
         }
@@ -138,6 +167,9 @@ mod tests {
         // Rounded down: the extent holds the requested byte.
         assert_eq!(outcome(9, &whole), Ok(3));
         assert_eq!(outcome(0, &[]), Ok(0));
+        // The last block exceeds the capacity.
+        let fixed = [message(1, 100, &[(0, 8), (16, 8)]), message(1, 100, &[(96, 8)])];
+        assert_eq!(outcome(0, &fixed), Ok(3));
     }
 
     #[test]
@@ -147,12 +179,24 @@ mod tests {
             (0, vec![good(), message(1, 100, &[])], "block_metadata_type"),
             (0, vec![good(), message(2, 101, &[])], "capacity changed"),
             (0, vec![good(), message(2, 0, &[])], "capacity changed"),
+            (0, vec![message(0, 100, &[(0, 8)])], "neither FIXED_LENGTH nor"),
+            (0, vec![message(9, 100, &[])], "neither FIXED_LENGTH nor"),
+            (0, vec![message(-1, 100, &[])], "neither FIXED_LENGTH nor"),
+            (0, vec![message(1, 100, &[(0, 8), (8, 16)])], "blocks of one size"),
+            (
+                0,
+                vec![message(1, 100, &[(0, 8)]), message(1, 100, &[(16, 4)])],
+                "blocks of one size",
+            ),
+            (0, vec![message(1, 100, &[(4, 8)])], "blocks of one size"),
+            (0, vec![message(1, 96, &[(96, 8)])], "past the capacity"),
+            (0, vec![message(2, 0, &[])], "volume_capacity_bytes"),
             (0, vec![message(2, 100, &[(10, 10), (19, 1)])], "overlap"),
             (0, vec![good(), message(2, 100, &[(10, 10)])], "overlap"),
             (0, vec![good(), message(2, 100, &[(5, 1)])], "ascending"),
             (20, vec![good()], "starting_offset"),
             (0, vec![message(2, 100, &[(95, 6)])], "past the capacity"),
-            (0, vec![message(2, -1, &[])], "negative"),
+            (0, vec![message(2, -1, &[])], "volume_capacity_bytes"),
             (0, vec![message(2, 100, &[(10, 0)])], "empty"),
             (0, vec![message(2, 100, &[(-1, 1)])], "negative"),
             (0, vec![message(2, 100, &[(1, -1)])], "negative"),
@@ -179,11 +223,16 @@ mod tests {
         let is_one =
             messages.windows(2).all(|pair| (pair[0].0, pair[0].1) == (pair[1].0, pair[1].1));
         let ascends = extents.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0);
+        let (kind, capacity, _) = &messages[0];
+        let is_fixed = *kind == 1;
         let fits = |(offset, size): &&(i64, i64)| {
             let end = offset + size;
-            *offset >= 0 && *size > 0 && end > starting_offset && end <= messages[0].1
+            let is_inside = if is_fixed { *offset < *capacity } else { end <= *capacity };
+            *offset >= 0 && *size > 0 && end > starting_offset && is_inside
         };
-        is_one && ascends && extents.iter().all(fits)
+        let first = extents.first().map_or(1, |(_, size)| *size);
+        let is_even = |(offset, size): &&(i64, i64)| *size == first && offset % first == 0;
+        is_one && ascends && extents.iter().all(fits) && (!is_fixed || extents.iter().all(is_even))
     }
 
     proptest! {

@@ -6,19 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
-use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tonic::client::Grpc;
 use tonic::codec::Streaming;
 use tonic::codegen::http::uri::PathAndQuery;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{self, Channel, Uri};
 use tonic::{Code, Request, Response, Status};
 use tonic_prost::ProstCodec;
 
 use super::refusal::{Reason, Refusal};
-use crate::grpc::{RawMessage, SocketPath, code_name};
+use crate::grpc::{Endpoint, RawMessage, code_name};
 use crate::proto::admin::v1 as admin;
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotsession as session;
@@ -38,6 +36,9 @@ const FRAME: u32 = 64 << 10;
 const LARGEST_WINDOW: u32 = (1 << 31) - 1;
 /// Maximum bytes of a driver's message. The default of gRPC clients is 4 MiB.
 const MAX_MESSAGE: usize = 32 << 20;
+/// The driver's deadline exceeds the caller's by this time, so that it is known which one expired.
+/// Some drivers end a stream with OK when its time is over, which must not be taken for its end.
+const GRACE: Duration = Duration::from_secs(1);
 /// Poll intervals of a ready driver and of a driver that is not ready.
 const POLL_READY: Duration = Duration::from_secs(5);
 const POLL_NOT_READY: Duration = Duration::from_millis(500);
@@ -90,26 +91,26 @@ impl DriverLink {
     /// each has its own window, so that a stalled client does not block others. `timeout` bounds
     /// unary calls. `probe_deltas`: whether to probe for ListSnapshotDeltas.
     pub fn start(
-        socket: &SocketPath,
+        endpoint: &Endpoint,
         streams: usize,
         timeout: Duration,
         probe_deltas: bool,
         shutdown: Shutdown,
     ) -> Self {
-        let path = socket.as_ref().to_owned();
+        let place = endpoint.clone();
         let all = u32::try_from(streams + 1).unwrap_or(u32::MAX).saturating_mul(STREAM_WINDOW);
         let lacks_sessions = Arc::<AtomicBool>::default();
         let lacked = lacks_sessions.clone();
         // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
-        let channel = Endpoint::from_static("http://localhost")
+        let channel = transport::Endpoint::from_static("http://localhost")
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(all.min(LARGEST_WINDOW))
             .max_frame_size(FRAME)
             .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-                let path = path.clone();
+                let place = place.clone();
                 // The new peer may be another version.
                 lacked.store(false, Ordering::Relaxed);
-                async move { UnixStream::connect(path).await.map(TokioIo::new) }
+                async move { place.connect().await }
             }));
         let (sender, state) = watch::channel(Driver::NotReady("it has not been polled yet".into()));
         let link = Self { channel, state, lacks_sessions, probe_deltas };
@@ -154,6 +155,7 @@ impl DriverLink {
         timeout: Duration,
     ) -> Result<MetadataStream, Status> {
         let DriverRequest { target, base, starting_offset, max_results } = driver_request;
+        let timeout = timeout + GRACE;
         let Some(base_snapshot_id) = base else {
             let snapshot_id = target;
             let request = csi::GetMetadataAllocatedRequest {
@@ -189,6 +191,7 @@ impl DriverLink {
         let DriverRequest { target, base, starting_offset, max_results } = driver_request;
         let (starting_offset, max_results) =
             (starting_offset.unsigned_abs(), max_results.unsigned_abs());
+        let timeout = timeout + GRACE;
         let answer = match base {
             None => {
                 let request = session::GetAllocatedRequest {
@@ -233,7 +236,10 @@ impl DriverLink {
     ) -> Result<csi::ListSnapshotDeltasResponse, Status> {
         let controller = ControllerClient::new(self.channel.clone());
         let mut controller = controller.max_decoding_message_size(MAX_MESSAGE);
-        controller.list_snapshot_deltas(bounded(request, timeout)).await.map(Response::into_inner)
+        controller
+            .list_snapshot_deltas(bounded(request, timeout + GRACE))
+            .await
+            .map(Response::into_inner)
     }
 
     /// Returns a page of the bases that the driver's BaseAdmin service reports.

@@ -81,6 +81,7 @@ struct Open {
     rewrite: Option<Rewrite>,
     secrets: Secrets,
     call: Call,
+    deadline: Instant,
     reader: Option<Waker>,
     /// Since when a message waits for the client to read. `None` while the client waits.
     unread: Option<Instant>,
@@ -122,8 +123,17 @@ impl Relay {
         call.relaying();
         let Opened { answer: from, check, rewrite, secrets, stream } = opened;
         let (unread, revoked) = (Some(Instant::now()), stream.revoked());
-        let open =
-            Open { from, check, rewrite, secrets, call, reader: None, unread, _stream: stream };
+        let open = Open {
+            from,
+            check,
+            rewrite,
+            secrets,
+            call,
+            deadline: limits.deadline,
+            reader: None,
+            unread,
+            _stream: stream,
+        };
         let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
         let (done, ended) = oneshot::channel();
         let limited = state.clone();
@@ -192,6 +202,8 @@ impl Stream for Relay {
                     Err(refusal) => Some(refusal),
                 },
                 Poll::Ready(Some(Err(status))) => Some(of_driver(&status, &open.secrets)),
+                // Some drivers end a stream with OK when its time is over.
+                Poll::Ready(None) if Instant::now() >= open.deadline => Some(too_long()),
                 // tonic reports a stream that ends without a status as an error.
                 Poll::Ready(None) => None,
             },

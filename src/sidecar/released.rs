@@ -3,15 +3,16 @@
 //! sidecar").
 
 use tokio::sync::watch;
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status};
 
 use super::access::Authenticator;
 use super::call::Call;
 use super::metrics::Operation;
-use super::refusal::Refusal;
+use super::refusal::{Reason, Refusal};
 use super::relay::{Opened, Relay, exiting};
 use super::request::MetadataRequest;
 use super::service::{Context, MetadataApi, Prepared, Sidecar};
+use crate::kubernetes::cache::Key;
 use crate::proto::snapshotmetadata as api;
 use crate::telemetry::peer::Peer;
 use api::snapshot_metadata_server::SnapshotMetadata;
@@ -40,11 +41,30 @@ impl MetadataApi for Released {
         call.set_namespace(&request.namespace);
         call.set_snapshots(&request.target, request.base.as_deref());
         let prepared = self.prepare(call, &request, context.peer).await?;
-        self.sidecar.open_stream(prepared, None, context.deadline).await
+        let opened = self.sidecar.open_stream(prepared, None, context.deadline).await;
+        opened.map_err(|refusal| self.explained(refusal, &request))
     }
 }
 
 impl Released {
+    /// A driver's refusal of a base, with the next step if the base is a name instead of a handle.
+    fn explained(&self, refusal: Refusal, request: &MetadataRequest) -> Refusal {
+        let is_of_base =
+            matches!(refusal.reason, Reason::Driver(Code::NotFound | Code::InvalidArgument));
+        let Some(base) = request.base.as_deref().filter(|_| is_of_base) else { return refusal };
+        let named =
+            self.sidecar.resolver.bound.snapshots.cached(&Key::new(&request.namespace, base));
+        if !matches!(named, Some(Some(_))) {
+            return refusal;
+        }
+        let message = format!(
+            "{}; base_snapshot_id: {base:?} is the name of a VolumeSnapshot; send its CSI handle \
+             (status.snapshotHandle of its content), or start the sidecar with --base-reference either",
+            refusal.message()
+        );
+        Refusal::new(refusal.reason, message)
+    }
+
     /// All checks between a request and the driver's response.
     async fn prepare(
         &self,

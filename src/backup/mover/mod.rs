@@ -130,7 +130,21 @@ impl<'m> Mover<'m> {
     ) -> Result<String> {
         let audience = cluster::audience(&self.client, self.namespace, &found.driver);
         let audience = self.stop.wait(audience).await?;
-        let class = self.stop.wait(self.class_of(found)).await?;
+        // The claim is read only if it is needed: the user may lack the right.
+        let is_needed = self.flags.storage_class.is_none() || found.bytes.is_none();
+        let claim = match found.claim.as_ref().filter(|_| is_needed) {
+            Some(claim) => self.stop.wait(self.claim(claim)).await?,
+            None => None,
+        };
+        let class = self.class_of(found, claim.as_ref())?;
+        let bytes = found.bytes.or_else(|| claim.as_ref().and_then(cluster::capacity));
+        let bytes = bytes.with_context(|| {
+            format!(
+                "{}: its size is unknown, because its driver reports none and its claim is gone; create a claim from \
+                 it, and back it up in a pod of your own (--source)",
+                found.what
+            )
+        })?;
         if found.is_bound_to_filesystem {
             self.stop.wait(self.allow_block_mode(found)).await?;
         }
@@ -140,8 +154,7 @@ impl<'m> Mover<'m> {
             args.push(format!("--set={}", serde_json::to_string(set)?));
         }
         args.extend_from_slice(flags);
-        let data =
-            Data::Snapshot { name: &found.name, bytes: found.bytes, class: class.as_deref() };
+        let data = Data::Snapshot { name: &found.name, bytes, class: Some(&class) };
         self.run(Work { data, audience: Some(&audience), ..self.work(args) }).await
     }
 
@@ -283,19 +296,16 @@ impl<'m> Mover<'m> {
     }
 
     /// The StorageClass of claims from a snapshot.
-    async fn class_of(&self, snapshot: &Snapshot) -> Result<Option<String>> {
-        if self.flags.storage_class.is_some() {
-            return Ok(self.flags.storage_class.clone());
+    fn class_of(
+        &self,
+        snapshot: &Snapshot,
+        claim: Option<&PersistentVolumeClaim>,
+    ) -> Result<String> {
+        if let Some(class) = &self.flags.storage_class {
+            return Ok(class.clone());
         }
-        let claim = match &snapshot.claim {
-            Some(claim) => self.claim(claim).await?,
-            None => None,
-        };
-        let class = claim.and_then(|claim| claim.spec).and_then(|spec| spec.storage_class_name);
-        let Some(class) = class else {
-            bail!("{}: its claim is gone; set --storage-class", snapshot.what)
-        };
-        Ok(Some(class))
+        let class = claim.and_then(|claim| claim.spec.as_ref()?.storage_class_name.clone());
+        class.with_context(|| format!("{}: its claim is gone; set --storage-class", snapshot.what))
     }
 
     /// Allows a claim in block mode from a snapshot of a filesystem (KEP-3141).

@@ -122,11 +122,9 @@ impl Cluster {
             let status = json!({ "boundVolumeSnapshotContentName": content });
             cluster
                 .put(&snapshot_path(name), json!({ "spec": { "source": {} }, "status": status }));
-            let spec = json!({
-                "driver": DRIVER, "volumeSnapshotRef": {}, "deletionPolicy": "Delete", "source": {},
-            });
             let status = json!({ "snapshotHandle": format!("handle-{name}") });
-            cluster.put(&content_path(name), json!({ "spec": spec, "status": status }));
+            let content = json!({ "spec": content_spec(name), "status": status });
+            cluster.put(&content_path(name), content);
         }
         let (address, ca) = cluster.start_sidecar().await;
         cluster.put(&service_path(DRIVER), service(&address, &ca));
@@ -351,6 +349,14 @@ impl Drop for State {
     fn drop(&mut self) {
         self.servers.iter().for_each(JoinHandle::abort);
     }
+}
+
+/// The spec of the content of a VolumeSnapshot.
+pub fn content_spec(name: &str) -> Value {
+    json!({
+        "driver": DRIVER, "volumeSnapshotRef": { "namespace": "shop", "name": name },
+        "deletionPolicy": "Delete", "source": {},
+    })
 }
 
 pub fn snapshot_path(name: &str) -> String {

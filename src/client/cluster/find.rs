@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::anyhow;
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use serde::de::DeserializeOwned;
@@ -16,6 +17,7 @@ use crate::kubernetes::metadata_service::{
 };
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+use crate::quantity;
 
 /// Time limit of one call of the API server.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
@@ -36,14 +38,16 @@ pub struct Snapshot {
     pub driver: String,
     /// CSI handle.
     pub handle: String,
+    /// What its driver takes as the base of a delta, if not the handle.
+    pub change_id: Option<String>,
     /// CSI handle of its volume; an imported snapshot has none.
     pub volume_handle: Option<String>,
     /// The PersistentVolumeClaim that it was taken of.
     pub claim: Option<String>,
     /// When it was taken, in UTC.
     pub created: Option<String>,
-    /// Size of its volume.
-    pub bytes: u64,
+    /// The size that its driver reports, which CSI does not require.
+    pub bytes: Option<u64>,
     /// Name of its VolumeSnapshotContent.
     pub content: String,
     /// Whether a claim in block mode from it is refused, because its volume has a filesystem and the
@@ -75,18 +79,29 @@ impl Finder {
         &self.client
     }
 
-    /// The CSI driver that holds a snapshot.
-    pub async fn driver(&self, snapshot: &str) -> Result<String, Failure> {
+    /// The CSI driver that holds a snapshot, and the snapshot's size in bytes, if known.
+    pub async fn target(&self, snapshot: &str) -> Result<(String, Option<u64>), Failure> {
         let what = self.what(snapshot);
         if !name::is_object(snapshot) {
             return Err(no_name(snapshot, ""));
         }
         let found = get(&self.snapshots(), &what, snapshot).await?;
-        Ok(self.content(&what, &found).await?.spec.driver)
+        let content = self.content(&what, &found).await?;
+        let claim = found.spec.source.persistent_volume_claim_name;
+        let size = match (restore_size(&content), claim) {
+            (None, Some(claim)) => {
+                let claims = Api::namespaced(self.client.clone(), &self.namespace);
+                // It is not needed if the listing has messages.
+                call("", claims.get_opt(&claim)).await.ok().flatten().as_ref().and_then(capacity)
+            }
+            (size, _) => size,
+        };
+        Ok((content.spec.driver, size))
     }
 
-    /// The CSI handle of the base of a delta, which every sidecar accepts. Names are looked up
-    /// here, with the caller's rights, so that an object of another user cannot replace a handle.
+    /// The CSI handle of the base of a delta, which every sidecar accepts, or what its driver takes
+    /// instead. Names are looked up here, with the caller's rights, so that an object of another
+    /// user cannot replace a handle.
     pub async fn base(&self, base: &str) -> Result<String, Failure> {
         let what = self.what(base);
         if !name::is_object(base) {
@@ -95,9 +110,18 @@ impl Finder {
         let found = call(&what, self.snapshots().get_opt(base)).await?;
         let found =
             found.ok_or_else(|| Failure::never(anyhow!("{what} does not exist{BASE_ID}")))?;
+        if let Some(change_id) = found.change_id() {
+            return Ok(change_id.to_owned());
+        }
         let status = self.content(&what, &found).await?.status;
         let handle = status.and_then(|status| status.snapshot_handle).filter(|it| !it.is_empty());
         handle.ok_or_else(|| Failure::new(Retry::Always, anyhow!("{what} has no CSI handle yet")))
+    }
+
+    /// Whether a VolumeSnapshot has this name, as far as the caller may know.
+    pub async fn exists(&self, text: &str) -> bool {
+        let snapshots = self.snapshots();
+        name::is_object(text) && matches!(call("", snapshots.get_opt(text)).await, Ok(Some(_)))
     }
 
     /// The SnapshotMetadataService of a driver: the one with its name, else the one with its label.
@@ -126,9 +150,8 @@ impl Finder {
         let not_ready =
             || Failure::new(Retry::Always, anyhow!("{what} is not ready to use; repeat later"));
         let handle = content.ready_handle().ok_or_else(not_ready)?.to_owned();
+        let bytes = restore_size(&content);
         let status = content.status.clone().unwrap_or_default();
-        let bytes = status.restore_size.and_then(|bytes| u64::try_from(bytes).ok());
-        let bytes = bytes.filter(|bytes| *bytes > 0);
         let annotations = content.metadata.annotations.as_ref();
         let is_allowed = annotations
             .and_then(|annotations| annotations.get(ALLOW_MODE_CHANGE))
@@ -137,13 +160,12 @@ impl Finder {
         Ok(Snapshot {
             name: snapshot.to_owned(),
             handle,
+            change_id: found.change_id().map(str::to_owned),
             driver: content.spec.driver,
             volume_handle: content.spec.source.volume_handle,
             claim: found.spec.source.persistent_volume_claim_name,
             created: status.creation_time.and_then(utc),
-            bytes: bytes.ok_or_else(|| {
-                Failure::never(anyhow!("{what}: its content has no status.restoreSize"))
-            })?,
+            bytes,
             content: content.metadata.name.unwrap_or_default(),
             is_bound_to_filesystem: mode == Some("Filesystem") && !is_allowed,
             what,
@@ -174,9 +196,27 @@ impl Finder {
                 anyhow!("{what} is not bound to a VolumeSnapshotContent yet{because}"),
             ));
         };
-        let what = format!("VolumeSnapshotContent {name}");
-        get(&Api::all(self.client.clone()), &what, &name).await
+        let content_what = format!("VolumeSnapshotContent {name}");
+        let content: VolumeSnapshotContent =
+            get(&Api::all(self.client.clone()), &content_what, &name).await?;
+        if !content.belongs_to(snapshot) {
+            let error = anyhow!("{content_what} is not bound to {what}");
+            return Err(Failure::new(Retry::Always, error));
+        }
+        Ok(content)
     }
+}
+
+/// The size in bytes that the driver reports; 0 means that it does not (CSI, `Snapshot`).
+fn restore_size(content: &VolumeSnapshotContent) -> Option<u64> {
+    let bytes = content.status.as_ref()?.restore_size?;
+    u64::try_from(bytes).ok().filter(|bytes| *bytes > 0)
+}
+
+/// Bytes of a claim's volume.
+pub fn capacity(claim: &PersistentVolumeClaim) -> Option<u64> {
+    let storage = claim.status.as_ref()?.capacity.as_ref()?.get("storage")?;
+    quantity::parse(&storage.0).ok().filter(|bytes| *bytes > 0)
 }
 
 /// A time in nanoseconds since 1970, in UTC.

@@ -4,7 +4,7 @@ use tokio::time::Instant;
 use tonic::Status;
 
 use super::super::block_map::{
-    BaseUnusable, Message, Query, Stream, Window, csi_style, message_of,
+    Answer, BaseUnusable, Message, Query, Stream, Window, csi_style, message_of,
 };
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
@@ -29,7 +29,12 @@ pub struct Metadata {
     deadline: Instant,
     /// The same for all attempts.
     driver: Option<String>,
+    /// Of the target, in bytes.
+    size: Option<u64>,
 }
+
+/// What the sidecar of this project says of a base, too.
+const IS_NAME: &str = "is the name of a VolumeSnapshot";
 
 /// The response to a call.
 type Blocks = Stream<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>;
@@ -49,7 +54,16 @@ impl Metadata {
         window: Window,
         deadline: Instant,
     ) -> Self {
-        Self { finder, tokens, query, base_is_handle: false, window, deadline, driver: None }
+        Self {
+            finder,
+            tokens,
+            query,
+            base_is_handle: false,
+            window,
+            deadline,
+            driver: None,
+            size: None,
+        }
     }
 
     /// The same for a base that is identified by its CSI handle.
@@ -62,16 +76,17 @@ impl Metadata {
         if let Some(driver) = &self.driver {
             return Ok(driver.clone());
         }
-        let driver = match &mut self.query {
-            Query::Allocated { snapshot } => self.finder.driver(snapshot).await?,
+        let (driver, size) = match &mut self.query {
+            Query::Allocated { snapshot } => self.finder.target(snapshot).await?,
             Query::Delta { base, target } => {
-                let driver = self.finder.driver(target).await?;
+                let found = self.finder.target(target).await?;
                 if !self.base_is_handle {
                     *base = self.finder.base(base).await?;
                 }
-                driver
+                found
             }
         };
+        self.size = size;
         self.driver = Some(driver.clone());
         Ok(driver)
     }
@@ -97,7 +112,7 @@ impl Metadata {
                     starting_offset,
                     max_results,
                 };
-                client.get_metadata_allocated(request).await.map(Stream::allocated)
+                client.get_metadata_allocated(request).await.map(Answer::Allocated)
             }
             Query::Delta { base, target } => {
                 let request = k8s::GetMetadataDeltaRequest {
@@ -108,10 +123,11 @@ impl Metadata {
                     starting_offset,
                     max_results,
                 };
-                client.get_metadata_delta(request).await.map(Stream::delta)
+                client.get_metadata_delta(request).await.map(Answer::Delta)
             }
         };
-        stream.map_err(|status| self.ended(call, status))
+        let stream = stream.map_err(|status| self.ended(call, status))?;
+        Ok(Stream::new(stream, self.deadline))
     }
 
     /// What the end of a stream with this status means.
@@ -134,6 +150,23 @@ impl Metadata {
     }
 }
 
+impl Metadata {
+    /// A refusal of a base with the next step if the base is a name, where a handle is required.
+    async fn explained(&self, failure: Failure) -> Failure {
+        let Query::Delta { base, .. } = &self.query else { return failure };
+        let is_explained = failure.error.to_string().contains(IS_NAME);
+        let is_of_base = failure.error.is::<BaseUnusable>() && !is_explained;
+        if !is_of_base || !self.finder.exists(base).await {
+            return failure;
+        }
+        let error = BaseUnusable(format!(
+            "{:#}; {base:?} {IS_NAME}, and --base-id requires a CSI handle: set BASE instead",
+            failure.error
+        ));
+        Failure { error: error.into(), ..failure }
+    }
+}
+
 impl BlockApi for Metadata {
     type Response = (Call, Blocks);
 
@@ -147,12 +180,21 @@ impl BlockApi for Metadata {
             window.starting_offset = end;
         }
         let call = Call { driver, service, account };
-        let blocks = self.open(&call, secret, window).await?;
-        Ok((call, blocks))
+        match self.open(&call, secret, window).await {
+            Ok(blocks) => Ok((call, blocks)),
+            Err(failure) => Err(self.explained(failure).await),
+        }
     }
 
     async fn message(&mut self, response: &mut Self::Response) -> Result<Option<Message>, Failure> {
         let (call, stream) = response;
-        stream.message().await.map_err(|status| self.ended(call, status))
+        match stream.message().await {
+            Ok(message) => Ok(message),
+            Err(status) => Err(self.explained(self.ended(call, status)).await),
+        }
+    }
+
+    fn size(&self) -> Option<u64> {
+        self.size
     }
 }

@@ -45,7 +45,7 @@ use crate::kubernetes::session::SnapshotSessionRequestSpec;
 use aggregated::{Aggregated, Paging};
 pub use failure::{Failure, Retry};
 use find::Finder;
-pub use find::{ALLOW_MODE_CHANGE, Snapshot, call};
+pub use find::{ALLOW_MODE_CHANGE, Snapshot, call, capacity};
 use group::GroupSnapshot;
 use metadata::Metadata;
 use request::{Requests, Which};

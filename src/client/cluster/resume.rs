@@ -33,6 +33,11 @@ pub trait BlockApi: Sized {
     /// # Errors
     /// The response broke, and whether another attempt can succeed.
     async fn message(&mut self, response: &mut Self::Response) -> Result<Option<Message>, Failure>;
+
+    /// Size of the (target) snapshot in bytes, as Kubernetes knows it.
+    fn size(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// A listing of an API with as many attempts as it takes.
@@ -126,5 +131,9 @@ impl<A: BlockApi> Source for Resuming<A> {
             }
             self.wait(failure, progress).await?;
         }
+    }
+
+    fn size(&self) -> Option<u64> {
+        self.api.size()
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::anyhow;
 use tonic::{Code, Status};
 
-use super::super::block_map::{Message, Query, Stream, Window, message_of};
+use super::super::block_map::{Answer, Message, Query, Stream, Window, message_of};
 use super::super::connection::Deadline;
 use super::super::progress;
 use super::failure::{Entry, Failure, Subject};
@@ -112,8 +112,8 @@ impl BlockApi for Session<'_> {
     async fn request(&mut self, from: u64) -> Result<Self::Response, Failure> {
         let granted = self.session().await?;
         let channel = wire::connect(&granted.place).await?;
-        let deadline = Deadline(self.requests.limits().deadline);
-        let mut client = SnapshotMetadataClient::with_interceptor(channel, deadline)
+        let deadline = self.requests.limits().deadline;
+        let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(deadline))
             .max_decoding_message_size(LONGEST_MESSAGE);
         let Portion { starting_offset, max_results } = self.portion;
         let offset = starting_offset.max(from);
@@ -127,7 +127,7 @@ impl BlockApi for Session<'_> {
                     starting_offset: offset,
                     max_results,
                 };
-                client.get_allocated(request).await.map(Stream::allocated)
+                client.get_allocated(request).await.map(Answer::Allocated)
             }
             Query::Delta { base, target } => {
                 let request = api::GetDeltaRequest {
@@ -138,11 +138,11 @@ impl BlockApi for Session<'_> {
                     starting_byte_offset: offset,
                     max_results,
                 };
-                client.get_delta(request).await.map(Stream::delta)
+                client.get_delta(request).await.map(Answer::Delta)
             }
         };
         match stream {
-            Ok(stream) => Ok((granted, stream)),
+            Ok(stream) => Ok((granted, Stream::new(stream, deadline))),
             Err(status) => Err(self.ended(&granted, status)),
         }
     }

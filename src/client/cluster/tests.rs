@@ -4,14 +4,14 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 use tonic::Code;
 
 use super::super::block_map::{BlockMap, Query, Source, Window};
 use super::fake_sidecar::{
-    CAPACITY, Cluster, DRIVER, End, REVIEW_PATH, Script, SidecarRequest, content_path, service,
-    service_path, snapshot_path,
+    CAPACITY, Cluster, DRIVER, End, REVIEW_PATH, Script, SidecarRequest, content_path,
+    content_spec, service, service_path, snapshot_path,
 };
 use super::find::Finder;
 use super::metadata::Metadata;
@@ -137,8 +137,58 @@ async fn a_resumed_listing_may_have_no_more_messages() {
     let (extents, _) =
         played(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[], End::Whole)]).await;
     assert_eq!(extents.unwrap(), [(0, 1)]);
-    let (extents, _) = played(vec![script(&[], End::Whole)]).await;
-    assert!(error_text(extents).contains("returned no message"));
+}
+
+#[tokio::test]
+async fn a_stream_without_messages_is_an_empty_listing() {
+    let (restored, claimed) = (json!(4096), json!("8Ki"));
+    for (restore_size, claim, size) in [
+        (restored.clone(), None, Some(4096)),
+        (restored, Some(&claimed), Some(4096)),
+        // CSI: 0 means that the driver does not report the size.
+        (json!(0), Some(&claimed), Some(8192)),
+        (Value::Null, Some(&claimed), Some(8192)),
+        (json!(0), None, None),
+    ] {
+        let cluster = Cluster::new(vec![script(&[], End::Whole)]).await;
+        let of = json!({ "persistentVolumeClaimName": "data" });
+        let status = json!({ "boundVolumeSnapshotContentName": "content-b" });
+        cluster.put(&snapshot_path("b"), json!({ "spec": { "source": of }, "status": status }));
+        let status = json!({ "snapshotHandle": "handle-b", "restoreSize": restore_size });
+        cluster.put(&content_path("b"), json!({ "spec": content_spec("b"), "status": status }));
+        if let Some(bytes) = claim {
+            let status = json!({ "capacity": { "storage": bytes } });
+            let path = "/api/v1/namespaces/shop/persistentvolumeclaims/data";
+            cluster.put(path, json!({ "status": status }));
+        }
+        let mut map = BlockMap::new(source(&cluster, allocated(), 0, Duration::from_secs(60)));
+        assert!(map.next().await.unwrap().is_none());
+        let shape = map.shape().unwrap();
+        assert_eq!(shape.capacity_bytes, size, "{status}");
+        assert_eq!(shape.block_metadata_type.as_str_name(), "UNKNOWN");
+    }
+}
+
+#[tokio::test]
+async fn a_content_of_another_snapshot_is_refused() {
+    let cluster = Cluster::new(vec![script(&[], End::Whole)]).await;
+    let status = json!({ "boundVolumeSnapshotContentName": "content-a" });
+    cluster.put(&snapshot_path("b"), json!({ "spec": { "source": {} }, "status": status }));
+    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(1))).await;
+    let error_text = error_text(outcome);
+    assert!(error_text.contains("content-a is not bound to VolumeSnapshot shop/b"), "{error_text}");
+}
+
+#[tokio::test]
+async fn a_base_with_a_change_id_is_sent_by_it() {
+    let cluster = Cluster::new(vec![script(&[&[]], End::Whole)]).await;
+    let annotations = json!({ "csi.vsphere.volume/change-id": "52 21/7" });
+    let metadata = json!({ "name": "a", "namespace": "shop", "annotations": annotations });
+    let status = json!({ "boundVolumeSnapshotContentName": "content-a" });
+    let object = json!({ "metadata": metadata, "spec": { "source": {} }, "status": status });
+    cluster.put(&snapshot_path("a"), object);
+    read(source(&cluster, delta("a"), 0, Duration::from_secs(60))).await.unwrap();
+    assert_eq!(cluster.sidecar_requests()[0].base, "52 21/7");
 }
 
 #[tokio::test]

@@ -17,6 +17,7 @@ use serde::Serialize;
 use super::block_map::{BlockMap, Consumer, Query, Source, Window};
 use super::cluster::{self, ClusterArgs};
 use super::connection::Connection;
+use super::names::Subject;
 use super::{Options, Output, bounded, format, in_use, names, progress};
 use crate::quantity;
 use cells::{Cells, Level};
@@ -117,54 +118,55 @@ fn write(path: &Path, rows: &[Row]) -> Result<()> {
     file.write_all(text.as_bytes()).with_context(|| format!("write {}", path.display()))
 }
 
-/// The query of each row.
-fn queries(ids: &[String], allocated: bool) -> Vec<(Kind, Query)> {
-    let mut queries = Vec::with_capacity(ids.len());
-    let mut previous: Option<&String> = None;
-    for id in ids {
-        queries.push(match previous.filter(|_| !allocated) {
-            Some(base) => (Kind::Changed, Query::Delta { base: base.clone(), target: id.clone() }),
-            None => (Kind::Allocated, Query::Allocated { snapshot: id.clone() }),
-        });
-        previous = Some(id);
-    }
-    queries
+/// What each row shows: its snapshot, and the base of changes.
+fn in_rows<T>(snapshots: &[T], allocated: bool) -> Vec<(Kind, Option<&T>, &T)> {
+    let bases = std::iter::once(None).chain(snapshots.iter().map(Some));
+    let rows = snapshots.iter().zip(bases);
+    let row = |(snapshot, base): (_, Option<_>)| match base.filter(|_| !allocated) {
+        Some(base) => (Kind::Changed, Some(base), snapshot),
+        None => (Kind::Allocated, None, snapshot),
+    };
+    rows.map(row).collect()
 }
 
 async fn from_driver(connection: &Connection, args: &MapArgs) -> Result<Vec<Row>> {
-    let ids = match &args.volume {
+    let snapshots = match &args.volume {
         Some(volume) => latest(connection, volume, usize::from(args.last)).await?,
         None => {
-            let mut ids = Vec::with_capacity(args.snapshots.len());
+            let mut snapshots = Vec::with_capacity(args.snapshots.len());
             for reference in &args.snapshots {
-                ids.push(names::snapshot_id(connection, reference).await?);
+                snapshots.push(names::subject(connection, reference).await?);
             }
-            ids
+            snapshots
         }
     };
-    let mut rows = Vec::with_capacity(ids.len());
-    for ((kind, query), id) in queries(&ids, args.allocated).into_iter().zip(&ids) {
-        let map = BlockMap::open(connection, query, Window::default()).await?;
-        let cells = Collect.consume(map).await?;
-        rows.push(Row { snapshot: names::name_of(id).to_owned(), kind, cells });
+    let mut rows = Vec::with_capacity(snapshots.len());
+    for (kind, base, target) in in_rows(&snapshots, args.allocated) {
+        let listing = names::listing(connection, base, target, Window::default()).await?;
+        let cells = Collect.consume(listing).await?;
+        rows.push(Row { snapshot: names::name_of(target.id()).to_owned(), kind, cells });
     }
     Ok(rows)
 }
 
 /// The latest snapshots of a volume, oldest first.
-async fn latest(connection: &Connection, volume: &str, count: usize) -> Result<Vec<String>> {
+async fn latest(connection: &Connection, volume: &str, count: usize) -> Result<Vec<Subject>> {
     let volume_id = names::volume(connection, volume).await?.volume_id;
     let found = names::snapshots_in_order(connection, &volume_id).await?;
     ensure!(!found.is_empty(), "volume {volume_id} has no snapshots");
     let surplus = found.len().saturating_sub(count);
-    Ok(found.into_iter().skip(surplus).map(|snapshot| snapshot.snapshot_id).collect())
+    Ok(found.iter().skip(surplus).map(Subject::of).collect())
 }
 
 async fn through_cluster(options: &Options, args: &MapArgs) -> Result<Vec<Row>> {
     let names = &args.snapshots;
     let mut rows = Vec::with_capacity(names.len());
-    for ((kind, query), name) in queries(names, args.allocated).into_iter().zip(names) {
-        let cluster = args.cluster.clone();
+    for (kind, base, name) in in_rows(names, args.allocated) {
+        let (cluster, target) = (args.cluster.clone(), name.clone());
+        let query = match base {
+            Some(base) => Query::Delta { base: base.clone(), target },
+            None => Query::Allocated { snapshot: target },
+        };
         let cells = cluster::list(options, cluster, query, Window::default(), Collect).await?;
         rows.push(Row { snapshot: name.clone(), kind, cells });
     }
@@ -179,14 +181,16 @@ impl Consumer for Collect {
 
     async fn consume<S: Source>(self, mut map: BlockMap<S>) -> Result<Cells> {
         let mut cells: Option<Cells> = None;
-        while let Some(extents) = map.next().await? {
+        loop {
+            let extents = map.next().await?;
             let Some(capacity) = map.shape().and_then(|shape| shape.capacity_bytes) else {
                 bail!("the capacity of the volume is unknown, so it cannot be drawn");
             };
-            let cells = cells.get_or_insert_with(|| Cells::new(capacity));
-            extents.into_iter().for_each(|extent| cells.add(extent));
+            let mut counted = cells.take().unwrap_or_else(|| Cells::new(capacity));
+            let Some(extents) = extents else { return Ok(counted) };
+            extents.into_iter().for_each(|extent| counted.add(extent));
+            cells = Some(counted);
         }
-        cells.context("the listing has no message")
     }
 }
 
@@ -320,7 +324,7 @@ tue     changed    ····░···  under 0.1 %
     fn each_row_but_the_first_shows_changes() {
         let ids = ["a", "b", "c"].map(str::to_owned);
         let kinds =
-            |allocated| queries(&ids, allocated).iter().map(|one| one.0).collect::<Vec<_>>();
+            |allocated| in_rows(&ids, allocated).iter().map(|one| one.0).collect::<Vec<_>>();
         assert_eq!(kinds(false), [Kind::Allocated, Kind::Changed, Kind::Changed]);
         assert_eq!(kinds(true), [Kind::Allocated; 3]);
     }

@@ -15,7 +15,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use tokio::sync::mpsc;
 
-use super::block_map::{BlockMap, Consumer, Query, Source, Window};
+use super::block_map::{BlockMap, Consumer, Query, Source, Window, clip};
 use super::cluster::{self, ClusterArgs};
 use super::compare::{Comparison, Sample, Side, compare};
 use super::connection::Connection;
@@ -23,7 +23,6 @@ use super::scratch::{self, Scratch};
 use super::stop::Stop;
 use super::{Options, format, names, progress};
 use crate::backend::Extent;
-use crate::grpc::SocketPath;
 use crate::proto::csi::v1 as csi;
 use report::Report;
 
@@ -113,7 +112,8 @@ pub async fn run(options: &Options, args: VerifyArgs) -> Result<ExitCode> {
             );
             let stop = Stop::listen(options)?;
             let _shown = progress::start("comparing", options.print.quiet);
-            verify(&options.endpoint()?, &stop, &subject, sample).await?
+            let connection = stop.wait(options.connect(stop.deadline())).await?;
+            verify(&connection, &stop, &subject, sample).await?
         }
     };
     let result = Report::new(&verified, sample, start.elapsed());
@@ -166,12 +166,16 @@ async fn with_devices(
     let comparison = match cluster.is_requested() {
         true => cluster::list(options, cluster, subject.query(), Window::default(), proof).await?,
         false => {
-            let connection = Connection::open(&options.endpoint()?, options.deadline()).await?;
-            if let Some(base) = &mut subject.base {
-                *base = names::snapshot_id(&connection, base).await?;
-            }
-            subject.target = names::snapshot_id(&connection, &subject.target).await?;
-            let map = BlockMap::open(&connection, subject.query(), Window::default()).await?;
+            let connection = options.connect(options.deadline()).await?;
+            let base = match &subject.base {
+                Some(base) => Some(names::subject(&connection, base).await?),
+                None => None,
+            };
+            let target = names::subject(&connection, &subject.target).await?;
+            subject.base = base.as_ref().map(|base| base.id().to_owned());
+            subject.target = target.id().to_owned();
+            let window = Window::default();
+            let map = names::listing(&connection, base.as_ref(), &target, window).await?;
             proof.consume(map).await?
         }
     };
@@ -180,30 +184,32 @@ async fn with_devices(
 
 /// Verifies by temporary volumes. The clean-up is complete when this returns, whatever the outcome.
 async fn verify(
-    endpoint: &SocketPath,
+    connection: &Connection,
     stop: &Stop,
     subject: &Subject,
     sample: Sample,
 ) -> Result<Verified> {
-    let connection = stop.wait(Connection::open(endpoint, stop.deadline())).await?;
-    for leftover in scratch::remove_leftovers(&connection, &std::env::temp_dir()).await? {
+    for leftover in scratch::remove_leftovers(connection, &std::env::temp_dir()).await? {
         progress::note(&leftover);
     }
     let base = match &subject.base {
-        Some(base) => Some(stop.wait(snapshot(&connection, base)).await?),
+        Some(base) => Some(stop.wait(snapshot(connection, base)).await?),
         None => None,
     };
-    let target = stop.wait(snapshot(&connection, &subject.target)).await?;
+    let target = stop.wait(snapshot(connection, &subject.target)).await?;
     let subject = Subject {
         base: base.as_ref().map(|base| base.snapshot_id.clone()),
         target: target.snapshot_id.clone(),
     };
     // First: what the driver refuses to list needs no volumes.
-    let map = stop.wait(BlockMap::open(&connection, subject.query(), Window::default())).await?;
+    let known = [base.as_ref(), Some(&target)].map(|one| one.map(names::Subject::of));
+    let [from, Some(to)] = &known else { bail!("no target") };
+    let map = names::listing(connection, from.as_ref(), to, Window::default());
+    let map = stop.wait(map).await?;
 
     let mut scratch = Scratch::new(&std::env::temp_dir())?;
     let outcome =
-        prove(&connection, stop, &mut scratch, [base.as_ref(), Some(&target)], map, sample);
+        prove(connection, stop, &mut scratch, [base.as_ref(), Some(&target)], map, sample);
     let outcome = outcome.await;
     let bounded = connection.until(tokio::time::Instant::now() + CLEAN_UP);
     match (outcome, scratch.clean(&bounded).await) {
@@ -231,8 +237,8 @@ async fn prove<S: Source>(
     sample: Sample,
 ) -> Result<Comparison> {
     let target = target.context("no target")?;
-    let size = u64::try_from(target.size_bytes)?;
-    if base.is_some_and(|base| base.size_bytes > target.size_bytes) {
+    let size = names::size(target);
+    if size.is_some() && base.is_some_and(|base| base.size_bytes > target.size_bytes) {
         bail!("BASE is larger than TARGET, but volumes only grow: swap the two");
     }
     let base = match base {
@@ -241,7 +247,7 @@ async fn prove<S: Source>(
     };
     let target = scratch.attach(connection, stop, target).await?;
     let devices = Devices { base, target };
-    Proof { devices, sample, stop: stop.clone(), size: Some(size) }.consume(map).await
+    Proof { devices, sample, stop: stop.clone(), size }.consume(map).await
 }
 
 /// Compares devices while a listing arrives.
@@ -249,7 +255,7 @@ struct Proof {
     devices: Devices,
     sample: Sample,
     stop: Stop,
-    /// Capacity that the listing must have, in bytes.
+    /// Bytes of the target, if known; the listing must not be of a smaller volume.
     size: Option<u64>,
 }
 
@@ -259,12 +265,17 @@ impl Consumer for Proof {
     async fn consume<S: Source>(self, mut map: BlockMap<S>) -> Result<Comparison> {
         let Self { devices, sample, stop, size } = self;
         let first = stop.wait(map.next()).await?;
-        let capacity = map.shape().and_then(|shape| shape.capacity_bytes).or(size);
-        let capacity = capacity.context("the capacity of the volume is unknown")?;
-        if size.is_some_and(|size| size != capacity) {
+        let size = size.or(map.size());
+        let listed = map.shape().and_then(|shape| shape.capacity_bytes);
+        let capacity = match size.or(listed) {
+            Some(capacity) => capacity,
+            // Of an empty listing; the device has the data of the snapshot.
+            None => open(&devices.target)?.1,
+        };
+        // A volume may have grown after the snapshot, and some drivers list its capacity.
+        if let Some(listed) = listed.filter(|listed| *listed < capacity) {
             bail!(
-                "the listing has a capacity of {capacity} bytes, which is not the target's size, {} bytes",
-                size.unwrap_or_default()
+                "the listing has a capacity of {listed} bytes, which is not the target's size, {capacity} bytes"
             );
         }
         let (sender, receiver) = mpsc::channel(MESSAGES);
@@ -272,7 +283,7 @@ impl Consumer for Proof {
             let stop = stop.clone();
             move || read(&devices, capacity, Received::new(receiver), sample, &stop)
         });
-        let sent = send(first, &mut map, &stop, sender).await;
+        let sent = send(first, &mut map, capacity, &stop, sender).await;
         // Awaited in any case: the devices must be closed before the volumes are removed.
         let compared = reading.await.context("the comparison panicked")?;
         sent?;
@@ -327,12 +338,13 @@ enum Part {
 async fn send<S: Source>(
     first: Option<Vec<Extent>>,
     map: &mut BlockMap<S>,
+    capacity: u64,
     stop: &Stop,
     sender: mpsc::Sender<Part>,
 ) -> Result<()> {
     let mut next = first;
     loop {
-        let part = next.map_or(Part::End, Part::Extents);
+        let part = next.map_or(Part::End, |extents| Part::Extents(clip(extents, capacity)));
         let last = matches!(part, Part::End);
         // Without a time limit: the receiver reads devices meanwhile.
         let sent = stop.whole(async { Ok(sender.send(part).await) }).await?;
@@ -431,7 +443,8 @@ mod tests {
     async fn check(fake: &Fake, stop: &Stop) -> Result<Verified> {
         let server = fake.serve();
         let subject = Subject { base: Some("a".to_owned()), target: "b".to_owned() };
-        let verified = verify(&server.endpoint, stop, &subject, Sample::default()).await;
+        let connection = Connection::open(&server.endpoint, stop.deadline()).await?;
+        let verified = verify(&connection, stop, &subject, Sample::default()).await;
         fake.assert_nothing_left();
         verified
     }

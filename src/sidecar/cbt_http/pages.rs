@@ -14,9 +14,6 @@ use crate::sidecar::driver_link::{Driver, DriverLink};
 
 /// Maximum bytes of a handle (CSI, "Size Limits").
 const MAX_HANDLE: usize = 128;
-/// The driver's deadline exceeds the caller's by this time, so that it is known which one expired.
-const DRIVER_GRACE: Duration = Duration::from_secs(1);
-
 /// A page request and its source.
 pub struct PageCall<'a> {
     pub driver: &'a DriverLink,
@@ -27,7 +24,7 @@ pub struct PageCall<'a> {
 impl PageCall<'_> {
     /// Timeout of a call to the driver.
     pub fn timeout(&self) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now()) + DRIVER_GRACE
+        self.deadline.saturating_duration_since(Instant::now())
     }
 }
 

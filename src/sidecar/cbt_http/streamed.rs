@@ -6,10 +6,11 @@
 //! extents turn out to have a larger fixed length, a second call starts at the right position.
 
 use prost::Message;
+use tokio::time::Instant;
 
 use super::blocks::{Blocks, UNIT};
 use super::pages::PageCall;
-use super::problem::{misbehaves, of_driver, out_of_range};
+use super::problem::{misbehaves, of_driver, out_of_range, too_long};
 use crate::kubernetes::cbt_http::{Page, Problem};
 use crate::proto::csi::v1 as csi;
 use crate::sidecar::driver_link::{DriverRequest, MetadataStream};
@@ -45,6 +46,8 @@ async fn read(call: &PageCall<'_>, begin: i64, mut blocks: Blocks) -> Result<Blo
                 let message = csi::GetMetadataDeltaResponse::decode(message.0);
                 blocks.add(&message.map_err(|_| misbehaves("a message cannot be decoded"))?)?;
             }
+            // The driver may have ended the stream because its time is over.
+            Ok(None) if Instant::now() >= call.deadline => return Err(too_long()),
             Ok(None) => break,
             Err(status) => return Err(of_driver(&status, &call.request.secrets)),
         }

@@ -64,16 +64,33 @@ impl Resolver {
         let key = Key::new(&namespace, reference);
         if self.base_reference == BaseReference::Name {
             let named = self.named(driver, &key).await?.ok_or_else(|| missing(&key))?;
-            return handle_of(named, target);
+            return self.id_of(driver, named, target, caller).await;
         }
         let contents = self.contents(driver, reference).await?;
         if self.base_reference == BaseReference::Either
             && let Some(named) = self.named_only(driver, &key, &contents).await?
         {
-            return handle_of(named, target);
+            return self.id_of(driver, named, target, caller).await;
         }
         readable(&contents, &namespace, target, caller).await?;
         Ok(reference.to_owned())
+    }
+
+    /// What the driver takes as a base that was named, after checks that it fits the target.
+    async fn id_of(
+        &self,
+        driver: &str,
+        base: Snapshot,
+        target: &Snapshot,
+        caller: &Caller<'_>,
+    ) -> Result<String, Refusal> {
+        fits(BASE_ID, &base.content, &target.content)?;
+        let Some(id) = base.object.change_id() else { return Ok(base.handle) };
+        // Users write annotations, so it is checked as an id in a request is.
+        let contents = self.contents(driver, id).await?;
+        let namespace = target.object.namespace().unwrap_or_default();
+        readable(&contents, &namespace, target, caller).await?;
+        Ok(id.to_owned())
     }
 
     /// The VolumeSnapshot with this name, if it exists.
@@ -148,12 +165,6 @@ impl Resolver {
         }
         Ok(snapshot)
     }
-}
-
-/// The handle of a base, after checks that it fits the target.
-fn handle_of(base: Snapshot, target: &Snapshot) -> Result<String, Refusal> {
-    fits(BASE_ID, &base.content, &target.content)?;
-    Ok(base.handle)
 }
 
 /// Whether the caller may use a handle with these contents in `namespace`. Allowed are: a handle

@@ -176,3 +176,33 @@ async fn a_base_of_the_same_namespace_needs_no_extra_review() {
     assert_eq!(base(&api, BaseReference::Id, "gone").await.unwrap(), "gone");
     assert_eq!(api.calls("POST"), 0);
 }
+
+#[tokio::test]
+async fn a_change_id_is_checked_like_an_id_of_the_request() {
+    let api = api();
+    put(&api, "shop", "first", "handle-1");
+    let path = format!("{GROUP}/namespaces/shop/volumesnapshots/first");
+    let annotated = |id: &str| {
+        let note = json!({ "csi.vsphere.volume/change-id": id });
+        let content = "content-shop-first";
+        json!({
+            "metadata": {
+                "namespace": "shop", "name": "first", "uid": content, "annotations": note,
+            },
+            "spec": { "source": {} },
+            "status": { "readyToUse": true, "boundVolumeSnapshotContentName": content },
+        })
+    };
+    api.put(&path, annotated("52 21/7"));
+    use BaseReference::{Either, Id, Name};
+    for (kind, found) in [(Id, "first"), (Name, "52 21/7"), (Either, "52 21/7")] {
+        assert_eq!(base(&api, kind, "first").await.unwrap(), found, "{kind:?}");
+    }
+    // The handle of a snapshot that the caller may not get.
+    put(&api, "elsewhere", "other", "handle-2");
+    api.put(&path, annotated("handle-2"));
+    for kind in [Name, Either] {
+        let refusal = base(&api, kind, "first").await.unwrap_err();
+        assert_eq!(refusal.reason, Reason::ForeignBase, "{kind:?}");
+    }
+}

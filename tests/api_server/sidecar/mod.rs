@@ -5,6 +5,8 @@ mod answers;
 mod backup;
 mod bases;
 mod commands;
+mod dialects;
+mod host_path;
 mod movers;
 mod provoked;
 mod refusals;

@@ -10,7 +10,8 @@ use csi_loopback::proto::csi::v1 as csi;
 use h2::server::SendResponse;
 use http::{HeaderMap, Request, Response};
 use prost::Message;
-use tokio::net::UnixListener;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
 use tokio::task::JoinSet;
 use tonic::Code;
 
@@ -37,7 +38,10 @@ pub type Answers =
 pub type Seen = Arc<Mutex<Vec<Bytes>>>;
 
 pub struct Fake {
+    /// Empty if it listens on TCP.
     pub socket: PathBuf,
+    /// Where it listens, as CSI writes it.
+    pub endpoint: String,
     /// Encoded metadata requests of CSI.
     pub seen: Seen,
     /// Encoded requests of the session API, which it does not implement.
@@ -62,17 +66,52 @@ impl Fake {
         Self::with(directory, name, capable, Script::Nothing, answers)
     }
 
+    /// The same with a socket of another name.
+    pub fn answering_as(
+        directory: &Path,
+        socket: &str,
+        name: &str,
+        capable: bool,
+        answers: Answers,
+    ) -> Self {
+        Self::at(directory.join(format!("{socket}.sock")), name, capable, Script::Nothing, answers)
+    }
+
+    /// The same on a port of 127.0.0.1.
+    pub async fn answering_at_tcp(name: &str, capable: bool, answers: Answers) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = format!("tcp://{}", listener.local_addr().unwrap());
+        let listener = Listener::Tcp(listener);
+        Self::on(listener, PathBuf::new(), endpoint, name, capable, Script::Nothing, answers)
+    }
+
     fn with(directory: &Path, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
-        let socket = directory.join(format!("{name}.sock"));
+        Self::at(directory.join(format!("{name}.sock")), name, capable, script, answers)
+    }
+
+    fn at(socket: PathBuf, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
         // A stopped driver leaves its socket.
         let _ = std::fs::remove_file(&socket);
-        let listener = UnixListener::bind(&socket).unwrap();
+        let listener = Listener::Unix(UnixListener::bind(&socket).unwrap());
+        let endpoint = format!("unix://{}", socket.display());
+        Self::on(listener, socket, endpoint, name, capable, script, answers)
+    }
+
+    fn on(
+        listener: Listener,
+        socket: PathBuf,
+        endpoint: String,
+        name: &str,
+        capable: bool,
+        script: Script,
+        answers: Answers,
+    ) -> Self {
         let (seen, seen_sessions) = (Seen::default(), Seen::default());
         let (name, noted) = (name.to_owned(), (seen.clone(), seen_sessions.clone()));
         let task = tokio::spawn(async move {
             // Dropping the set closes the connections.
             let mut connections = JoinSet::new();
-            while let Ok((stream, _)) = listener.accept().await {
+            while let Ok(stream) = listener.accept().await {
                 let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
                 let answers = answers.clone();
                 connections.spawn(async move {
@@ -88,7 +127,25 @@ impl Fake {
                 });
             }
         });
-        Self { socket, seen, seen_sessions, task }
+        Self { socket, endpoint, seen, seen_sessions, task }
+    }
+}
+
+trait Connected: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connected for T {}
+
+enum Listener {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    async fn accept(&self) -> std::io::Result<Box<dyn Connected>> {
+        Ok(match self {
+            Self::Unix(listener) => Box::new(listener.accept().await?.0),
+            Self::Tcp(listener) => Box::new(listener.accept().await?.0),
+        })
     }
 }
 

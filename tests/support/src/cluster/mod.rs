@@ -12,6 +12,7 @@ pub mod admission;
 pub mod aggregated;
 pub mod balancer;
 pub mod cbt_http;
+pub mod dialect;
 pub mod everything;
 pub mod fake_driver;
 pub mod kubelet;

@@ -8,7 +8,7 @@
 //! that the image holds, what changed since. Run again after an interruption, it continues.
 
 use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -77,7 +77,12 @@ async fn backup(socket: &str, device: &Path, image: &Path, query: Query) -> Resu
             }
         }
     }
-    // Only here is the listing complete: an earlier end is an error.
+    // Only here is the listing complete: an earlier end is an error. A listing without messages is
+    // empty, and the device has the size of an image that does not exist yet.
+    if target.is_none() && !image.exists() {
+        let size = (&source).seek(SeekFrom::End(0));
+        target = Some(Target::open(image, size.with_context(|| format!("{}", device.display()))?)?);
+    }
     if let Some(target) = target {
         target.sync()?;
     }

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use support::cluster::access::{Account, backup_rules, rule, sidecar_rules};
 use support::cluster::dialect::{self, Dialect, Driver, Place, VOLUME};
 use support::cluster::manager::{self, Start, manager_rules};
+use support::cluster::movers::Movers;
 use support::cluster::programs::{Served, stdout_of};
 use support::cluster::rig::CLAIM;
 use support::cluster::session::session_rules;
@@ -102,13 +103,18 @@ impl<'a> Stage<'a> {
         self.cluster.wait_until_ready(&self.namespace, name);
     }
 
-    /// Runs a command through Kubernetes.
-    fn run(&self, arguments: &[&str]) -> Output {
+    /// A command through Kubernetes.
+    fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(binary());
         let kubeconfig = self.cluster.kubeconfig_of(&self.backup);
         command.args(arguments).args(["--namespace", &self.namespace]);
         command.args(["--kubeconfig", path(&kubeconfig), "--output", "json"]);
-        command.stdin(Stdio::null()).output().unwrap()
+        command.stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
     }
 
     fn json(&self, arguments: &[&str]) -> Value {
@@ -286,6 +292,28 @@ fn every_dialect_is_backed_up_through_kubernetes() {
         println!("dialect {}", dialect.name);
         proves(cluster, &Driver::start(cluster, dialect));
     }
+}
+
+#[test]
+fn a_mover_pod_needs_no_restore_size() {
+    let Some(cluster) = shared() else { return };
+    let driver = Driver::start(cluster, dialect::ALL[5]);
+    assert!(!driver.dialect.has_sizes);
+    let stage = Stage::new(cluster, &driver);
+    let own = [
+        rule("batch", &["jobs"], &["create", "get", "delete"]),
+        rule("", &["pods"], &["list"]),
+        rule("", &["pods/log"], &["get"]),
+    ];
+    cluster.grant(&stage.backup, &own);
+    driver.write(1, &[3]);
+    let (_, image) = Foreign::snapshot(&driver, &stage, "first");
+    let mut movers = Movers::start(cluster, &stage.namespace);
+    movers.hold("first", image);
+    let create = ["backup", "create", "first", "--repository", "claim:a", "--quiet"];
+    let output = movers.run(stage.command(&create), usize::MAX);
+    let created: Value = serde_json::from_str(&stdout_of(output)).unwrap();
+    assert_eq!(created["capacity_bytes"], dialect::SIZE as u64);
 }
 
 #[test]

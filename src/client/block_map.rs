@@ -238,7 +238,6 @@ impl Driver {
                     snapshot_id: snapshot,
                     starting_offset,
                     max_results,
-                    ..csi::GetMetadataAllocatedRequest::default()
                 };
                 client.get_metadata_allocated(request).await.map(Answer::Allocated)
             }
@@ -249,7 +248,6 @@ impl Driver {
                     target_snapshot_id: target,
                     starting_offset,
                     max_results,
-                    ..csi::GetMetadataDeltaRequest::default()
                 };
                 client.get_metadata_delta(request).await.map(Answer::Delta)
             }

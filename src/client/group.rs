@@ -119,7 +119,6 @@ async fn delete(
         secrets: connection.secrets(),
         group_snapshot_id: id.clone(),
         snapshot_ids: of_group.map(|row| row.id).collect(),
-        ..csi::DeleteVolumeGroupSnapshotRequest::default()
     };
     connection.group_controller().delete_volume_group_snapshot(request).await.map_err(refused)?;
     changed(output, KIND, &id, "deleted", true)

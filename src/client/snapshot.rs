@@ -325,7 +325,6 @@ async fn delete(
     let request = csi::DeleteSnapshotRequest {
         secrets: connection.secrets(),
         snapshot_id: snapshot_id.clone(),
-        ..csi::DeleteSnapshotRequest::default()
     };
     connection.controller().delete_snapshot(request).await.map_err(refused)?;
     changed(output, KIND, &snapshot_id, "deleted", true)

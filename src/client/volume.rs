@@ -304,7 +304,6 @@ async fn delete(connection: &Connection, reference: &str, if_exists: bool) -> Re
     let request = csi::DeleteVolumeRequest {
         secrets: connection.secrets(),
         volume_id: volume.volume_id.clone(),
-        ..csi::DeleteVolumeRequest::default()
     };
     connection.controller().delete_volume(request).await.map_err(refused)?;
     Ok(Change::of(volume.volume_id, "deleted", true))

@@ -1,5 +1,6 @@
-//! Shares the response streams fairly among users and namespaces. When all streams are in use, a
-//! caller with fewer streams than another gets one of the other's: the oldest one ends.
+//! Shares the response streams fairly among users and namespaces, and those of a namespace among its
+//! users. When all streams are in use, a caller with fewer streams than another gets one of the
+//! other's: the oldest one ends.
 
 use std::collections::{BTreeMap, HashMap};
 use std::future::pending;
@@ -44,7 +45,8 @@ impl StreamLimit {
     }
 
     /// A permit for one more stream. If all are in use, the oldest stream of the user or namespace
-    /// with the most ends, if that is more than this user and namespace then have.
+    /// with the most ends, if that is more than this user and namespace then have; or else the
+    /// oldest stream of the user with the most in this namespace, under the same condition.
     ///
     /// # Errors
     /// All streams are in use, and none may end.
@@ -65,6 +67,18 @@ impl StreamLimit {
 
 impl Streams {
     fn end_one(&mut self, user: &str, namespace: &str) -> Result<(), Refusal> {
+        let victim = self.of_the_greediest(user, namespace);
+        let victim = victim.or_else(|| self.of_the_greediest_in(namespace, user));
+        let Some(holder) = victim.and_then(|number| self.open.remove(&number)) else {
+            return Err(super::service::too_many("streams"));
+        };
+        holder.revoked.send_replace(true);
+        Ok(())
+    }
+
+    /// The oldest stream of the user or namespace with the most, if that is more than this user and
+    /// namespace have with one more.
+    fn of_the_greediest(&self, user: &str, namespace: &str) -> Option<u64> {
         let (mut users, mut namespaces) = (HashMap::new(), HashMap::new());
         for holder in self.open.values() {
             *users.entry(&*holder.user).or_insert(0_usize) += 1;
@@ -77,17 +91,26 @@ impl Streams {
         let own = load(user, namespace) + 1;
         let loads =
             self.open.iter().map(|(number, one)| (load(&one.user, &one.namespace), *number));
-        // Of equal loads, the oldest stream.
-        let (most, oldest) =
-            loads.max_by_key(|&(load, number)| (load, u64::MAX - number)).unwrap_or_default();
-        if most <= own {
-            return Err(super::service::too_many("streams"));
-        }
-        if let Some(holder) = self.open.remove(&oldest) {
-            holder.revoked.send_replace(true);
-        }
-        Ok(())
+        oldest_of_most(loads, own)
     }
+
+    /// The same among the users of a namespace, whose number of streams does not change.
+    fn of_the_greediest_in(&self, namespace: &str, user: &str) -> Option<u64> {
+        let within = || self.open.iter().filter(|(_, one)| one.namespace == namespace);
+        let mut users = HashMap::new();
+        for (_, holder) in within() {
+            *users.entry(&*holder.user).or_insert(0_usize) += 1;
+        }
+        let load = |user: &str| users.get(user).copied().unwrap_or(0);
+        let loads = within().map(|(number, one)| (load(&one.user), *number));
+        oldest_of_most(loads, load(user) + 1)
+    }
+}
+
+/// Of the streams with the highest load, the oldest, if the load is higher than the caller's.
+fn oldest_of_most(loads: impl Iterator<Item = (usize, u64)>, own: usize) -> Option<u64> {
+    let (most, oldest) = loads.max_by_key(|&(load, number)| (load, u64::MAX - number))?;
+    (most > own).then_some(oldest)
 }
 
 impl StreamPermit {
@@ -153,6 +176,24 @@ mod tests {
         assert!(limit.acquire("user9", "greedy").is_err());
         limit.acquire("modest", "m").unwrap();
         assert_eq!(revoked(&greedy), [0]);
+    }
+
+    #[test]
+    fn the_users_of_a_namespace_share_its_streams() {
+        let limit = StreamLimit::new(4);
+        let eve: Vec<_> = (0..4).map(|_| limit.acquire("eve", "shop").unwrap()).collect();
+        let alice = limit.acquire("alice", "shop").unwrap();
+        let operator = limit.acquire("operator", "shop").unwrap();
+        assert_eq!(revoked(&eve), [0, 1]);
+        assert!(limit.acquire("alice", "shop").is_err(), "2 and 1 would become 1 and 2");
+        assert!(limit.acquire("eve", "shop").is_err());
+        // Many users in a namespace take nothing from another namespace.
+        drop(eve);
+        let _other = [limit.acquire("o", "other").unwrap(), limit.acquire("o", "other").unwrap()];
+        for user in ["bob", "carol", "dave"] {
+            assert!(limit.acquire(user, "shop").is_err(), "{user}");
+        }
+        drop((alice, operator));
     }
 
     #[test]

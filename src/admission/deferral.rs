@@ -7,11 +7,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{PodSpec, SecurityContext, VolumeMount};
 use serde::Deserialize;
 
 use super::volumes;
 use crate::kubernetes::name;
+use crate::kubernetes::pod::{Container, PodSpec};
 
 const NO_RUNTIME: &str = "the pod has no runtimeClassName, and deferred volumes need a runtime that mounts them; set one, or remove the \
     annotation";
@@ -169,9 +169,10 @@ impl Needs {
         let group = context.and_then(|context| context.fs_group).map(|_| policy);
         let (mut sub_path, mut propagation) = (false, false);
         let mut se_linux = context.is_some_and(|context| context.se_linux_options.is_some());
-        for (context, mounts) in containers(spec) {
+        for container in containers(spec) {
+            let context = container.security_context.as_ref();
             se_linux |= context.is_some_and(|context| context.se_linux_options.is_some());
-            for mount in mounts.iter().flatten() {
+            for mount in &container.volume_mounts {
                 // Of any volume: the runtime cannot determine which mounts would propagate through
                 // it.
                 propagation |= mount.mount_propagation.as_deref() == Some(BIDIRECTIONAL);
@@ -205,14 +206,9 @@ impl Needs {
     }
 }
 
-/// The security context and mounts of all containers of the pod.
-fn containers(
-    spec: &PodSpec,
-) -> impl Iterator<Item = (Option<&SecurityContext>, &Option<Vec<VolumeMount>>)> {
-    let ephemeral = spec.ephemeral_containers.iter().flatten();
-    let ephemeral = ephemeral.map(|one| (one.security_context.as_ref(), &one.volume_mounts));
-    let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
-    plain.map(|one| (one.security_context.as_ref(), &one.volume_mounts)).chain(ephemeral)
+/// All containers of the pod.
+fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
+    spec.containers.iter().chain(&spec.init_containers).chain(&spec.ephemeral_containers)
 }
 
 fn runtime_class(spec: &PodSpec) -> &str {

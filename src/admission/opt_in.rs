@@ -6,17 +6,16 @@
 //! Binding's annotations when a scheduler binds the pod. Ephemeral containers and resizes do not
 //! change them.
 
-use k8s_openapi::api::core::v1::{Pod, PodSpec, Volume};
-use kube::core::DynamicObject;
-use kube::core::admission::AdmissionRequest;
 use kube::core::gvk::GroupVersionKind;
 use serde_json::json;
 
 use super::deferral::Entries;
 use super::validator::Validator;
 use super::volumes::{self, Scope};
-use crate::kubernetes::admission::{Allowed, Refusal, Set};
+use crate::kubernetes::admission::{Allowed, Refusal, ReviewRequest, Set};
 use crate::kubernetes::defer_annotation::{self, ANNOTATION};
+use crate::kubernetes::pod::{Pod, PodSpec, Volume};
+use crate::telemetry::peer::Peer;
 
 const POD: &str = "Pod";
 const BINDING: &str = "Binding";
@@ -33,7 +32,7 @@ pub fn kinds() -> [GroupVersionKind; 2] {
 /// The policy has entries for the RuntimeClass, and a claim or StorageClass is unknown.
 pub async fn annotate(
     validator: &Validator,
-    request: AdmissionRequest<Pod>,
+    request: ReviewRequest<Pod>,
 ) -> Result<Allowed, Refusal> {
     let is_new = Scope::of(&request) == Scope::Pod;
     let Some(pod) = request.object.filter(|_| is_new) else { return Ok(Allowed::default()) };
@@ -42,13 +41,17 @@ pub async fn annotate(
     };
     let policy = validator.policy()?;
     let Some(entries) = policy.deferral.of_runtime(spec) else { return Ok(Allowed::default()) };
-    let namespace = volumes::namespace(request.namespace.as_deref())?;
+    let sender = Sender {
+        validator,
+        peer: request.peer,
+        namespace: volumes::namespace(request.namespace.as_deref())?,
+    };
     let (named, devices) = (defer_annotation::names(&pod), defer_annotation::only_devices(&pod));
     let mut all: Vec<&str> = named.iter().copied().collect();
-    for (index, volume) in spec.volumes.iter().flatten().enumerate() {
+    for (index, volume) in spec.volumes.iter().enumerate() {
         let name = volume.name.as_str();
         let is_candidate = !named.contains(name) && !devices.contains(name);
-        if is_candidate && is_covered(validator, namespace, spec, entries, (index, volume)).await? {
+        if is_candidate && sender.is_covered(spec, entries, (index, volume)).await? {
             all.push(name);
         }
     }
@@ -58,25 +61,34 @@ pub async fn annotate(
     })
 }
 
-/// Whether the policy defers the volume: an entry for its StorageClass supports all that the pod
-/// needs, and the class belongs to the driver.
-async fn is_covered(
-    validator: &Validator,
-    namespace: &str,
-    spec: &PodSpec,
-    entries: Entries<'_>,
-    (index, volume): (usize, &Volume),
-) -> Result<bool, Refusal> {
-    if volumes::is_of(volume, &validator.driver) {
-        return Ok(volumes::may_be_deferred(volume) && entries.cover(spec, "", &volume.name));
-    }
-    if !entries.have_classes() {
-        return Ok(false);
-    }
-    let class = validator.claims.class(namespace, index, volume).await?;
-    match class.filter(|class| !class.is_empty() && entries.cover(spec, class, &volume.name)) {
-        Some(class) => validator.claims.is_of_driver(&validator.driver, index, &class).await,
-        None => Ok(false),
+/// For whom lookups are made.
+struct Sender<'a> {
+    validator: &'a Validator,
+    peer: Peer,
+    namespace: &'a str,
+}
+
+impl Sender<'_> {
+    /// Whether the policy defers the volume: an entry for its StorageClass supports all that the
+    /// pod needs, and the class belongs to the driver.
+    async fn is_covered(
+        &self,
+        spec: &PodSpec,
+        entries: Entries<'_>,
+        (index, volume): (usize, &Volume),
+    ) -> Result<bool, Refusal> {
+        let Validator { driver, claims, .. } = self.validator;
+        if volumes::is_of(volume, driver) {
+            return Ok(volumes::may_be_deferred(volume) && entries.cover(spec, "", &volume.name));
+        }
+        if !entries.have_classes() {
+            return Ok(false);
+        }
+        let class = claims.class(self.peer, self.namespace, index, volume).await?;
+        match class.filter(|class| !class.is_empty() && entries.cover(spec, class, &volume.name)) {
+            Some(class) => claims.is_of_driver(self.peer, driver, index, &class).await,
+            None => Ok(false),
+        }
     }
 }
 
@@ -89,22 +101,19 @@ fn annotation(pod: &Pod, value: &str) -> Set {
 }
 
 /// Validates changes of the annotation against the rules of the proposed field, and against the
-/// policy: a runtime without an entry mounts nothing, and the pod would write to the node's disk.
-pub fn validate(
-    validator: &Validator,
-    request: &AdmissionRequest<DynamicObject>,
-) -> Result<Allowed, Refusal> {
-    let Some(object) = &request.object else { return Ok(Allowed::default()) };
+/// policy: a runtime without an entry mounts nothing, and the pod would write to the node's disk. A
+/// Binding is read as a pod without a spec.
+pub fn validate(validator: &Validator, request: &ReviewRequest<Pod>) -> Result<Allowed, Refusal> {
+    let Some(pod) = &request.object else { return Ok(Allowed::default()) };
     if request.kind.kind == BINDING {
-        return binding(object);
+        return binding(pod);
     }
-    let before = request.old_object.as_ref().map(pod).transpose()?;
-    let pod = pod(object)?;
-    if let Some(problem) = defer_annotation::problem(&pod, before.as_ref()) {
+    let before = request.old_object.as_ref();
+    if let Some(problem) = defer_annotation::problem(pod, before) {
         return Err(Refusal::invalid(problem));
     }
-    let names = defer_annotation::names(&pod);
-    let is_new = before.is_none_or(|before| defer_annotation::names(&before) != names);
+    let names = defer_annotation::names(pod);
+    let is_new = before.is_none_or(|before| defer_annotation::names(before) != names);
     if names.is_empty() || !is_new {
         return Ok(Allowed::default());
     }
@@ -118,17 +127,11 @@ pub fn validate(
 }
 
 /// A Binding shows neither the pod's volumes nor the current annotation, which it would replace.
-fn binding(object: &DynamicObject) -> Result<Allowed, Refusal> {
-    let mut named = object.metadata.annotations.iter().flat_map(|all| all.keys());
-    match named.any(|name| name == ANNOTATION) {
-        false => Ok(Allowed::default()),
-        true => Err(Refusal::invalid(format!(
+fn binding(object: &Pod) -> Result<Allowed, Refusal> {
+    match defer_annotation::value(object) {
+        None => Ok(Allowed::default()),
+        Some(_) => Err(Refusal::invalid(format!(
             "metadata.annotations[{ANNOTATION}]: cannot be set by a Binding; annotate the pod before it is bound"
         ))),
     }
-}
-
-fn pod(object: &DynamicObject) -> Result<Pod, Refusal> {
-    let parsed = object.clone().try_parse();
-    parsed.map_err(|error| Refusal::invalid(format!("the object is not a Pod: {error}")))
 }

@@ -2,10 +2,9 @@
 //! volume makes kubelet keep the owners of its files and pass the flag to the driver; `readOnly` of
 //! each mount prevents writes by containers.
 
-use k8s_openapi::api::core::v1::PodSpec;
-
 use super::volumes::{self, Mount, Scope, Volume};
 use crate::kubernetes::admission::{Allowed, Set};
+use crate::kubernetes::pod::PodSpec;
 
 const READ_ONLY: &str = "readOnly";
 
@@ -72,7 +71,11 @@ mod tests {
     }
 
     fn pod() -> PodSpec {
-        spec(json!({
+        spec(pod_json())
+    }
+
+    fn pod_json() -> Value {
+        json!({
             "volumes": [
                 { "name": "scratch", "csi": { "driver": DRIVER, "volumeAttributes": { "size": "1Gi" } } },
                 { "name": "content", "csi": { "driver": DRIVER, "volumeAttributes": { "content/a": "x" } } },
@@ -107,7 +110,7 @@ mod tests {
                 { "name": "old", "volumeMounts": [{ "name": "content", "mountPath": "/0" }] },
                 { "name": "new", "volumeMounts": [{ "name": "content", "mountPath": "/0" }] },
             ],
-        }))
+        })
     }
 
     fn paths(allowed: &Allowed) -> Vec<String> {
@@ -147,16 +150,13 @@ mod tests {
 
     #[test]
     fn a_mutated_pod_passes_validation() {
-        let mut pod = pod();
-        for volume in pod.volumes.iter_mut().flatten().filter_map(|one| one.csi.as_mut()) {
-            volume.read_only = Some(true);
+        let mut pod = pod_json();
+        let patched = mutate(&spec(pod.clone()), DRIVER, &Scope::Pod);
+        for path in paths(&patched) {
+            let (parent, field) = path.strip_prefix("/spec").unwrap().rsplit_once('/').unwrap();
+            pod.pointer_mut(parent).unwrap()[field] = true.into();
         }
-        let of_containers =
-            pod.containers.iter_mut().chain(pod.init_containers.iter_mut().flatten());
-        let mounts = of_containers.filter_map(|one| one.volume_mounts.as_mut());
-        let ephemeral = pod.ephemeral_containers.iter_mut().flatten();
-        let mounts = mounts.chain(ephemeral.filter_map(|one| one.volume_mounts.as_mut()));
-        mounts.flatten().for_each(|mount| mount.read_only = Some(true));
+        let pod = spec(pod);
         assert!(mutate(&pod, DRIVER, &Scope::Pod).changes.is_empty());
         assert!(problems(&pod, DRIVER, &Scope::Pod).is_empty());
     }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{Namespace, PodSpec};
+use k8s_openapi::api::core::v1::Namespace;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::Client;
 use kube::ResourceExt;
@@ -18,17 +18,14 @@ use crate::grpc::truncate;
 use crate::inline::{self, Attributes};
 use crate::kubernetes::admission::Refusal;
 use crate::kubernetes::cache::{self, Cache, Key};
+use crate::kubernetes::cached::{Cached, ENFORCE, PROFILE, WARN};
 use crate::kubernetes::client::failure;
+use crate::kubernetes::peer_limit::PeerLimit;
+use crate::kubernetes::pod::PodSpec;
 use crate::quantity;
+use crate::telemetry::peer::Peer;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Labels of a namespace: the Pod Security level that is enforced, and the one that causes
-/// warnings.
-const ENFORCE: &str = "pod-security.kubernetes.io/enforce";
-const WARN: &str = "pod-security.kubernetes.io/warn";
-/// Label of a CSIDriver: the Pod Security level that a namespace must have for inline volumes of
-/// the driver. OpenShift defines it.
-pub const PROFILE: &str = "security.openshift.io/csi-ephemeral-volume-profile";
 /// Maximum number of reported problems; validation stops after that.
 const MAX_PROBLEMS: usize = 8;
 /// Maximum bytes of a label value in a message.
@@ -57,6 +54,8 @@ pub struct Validator {
     policies: Policies,
     namespaces: Cache<Namespace>,
     drivers: Cache<CSIDriver>,
+    /// Of the clients whose reviews cause lookups.
+    turns: PeerLimit,
 }
 
 impl Findings {
@@ -89,9 +88,11 @@ impl Validator {
     /// Starts to watch namespaces and the CSIDriver.
     pub fn start(client: &Client, driver: &str, policies: Policies, shutdown: &Shutdown) -> Self {
         let one = watcher::Config::default().fields(&format!("metadata.name={driver}"));
+        let turns = PeerLimit::default();
         Self {
             driver: driver.into(),
-            claims: Claims::new(client),
+            claims: Claims::new(client, turns.clone()),
+            turns,
             policies,
             namespaces: cache::of_cluster(
                 client,
@@ -107,7 +108,12 @@ impl Validator {
     ///
     /// # Errors
     /// The namespace, the CSIDriver or the policy is unknown.
-    pub async fn volumes(&self, namespace: &str, spec: &PodSpec) -> Result<Findings, Refusal> {
+    pub async fn volumes(
+        &self,
+        peer: Peer,
+        namespace: &str,
+        spec: &PodSpec,
+    ) -> Result<Findings, Refusal> {
         let mut findings = Findings::default();
         let volumes = volumes::of(spec, &self.driver);
         let Some(first) = volumes.first() else { return Ok(findings) };
@@ -122,7 +128,7 @@ impl Validator {
             return Ok(findings);
         }
         if uses_pod_security {
-            self.level(namespace, &policy, first, &mut findings).await?;
+            self.level(peer, namespace, &policy, first, &mut findings).await?;
         }
         for volume in &volumes {
             match &volume.attributes {
@@ -157,6 +163,7 @@ impl Validator {
     /// driver require.
     async fn level(
         &self,
+        peer: Peer,
         namespace: &str,
         policy: &Policy,
         first: &Volume<'_>,
@@ -164,7 +171,7 @@ impl Validator {
     ) -> Result<(), Refusal> {
         let needed = match policy.volume_profile {
             Some(profile) => profile,
-            None => match self.labelled_profile().await? {
+            None => match self.labelled_profile(peer).await? {
                 Ok(profile) => profile,
                 Err(message) => {
                     findings.forbidden(message);
@@ -175,8 +182,7 @@ impl Validator {
         if needed == Level::Restricted {
             return Ok(());
         }
-        let key = Key::cluster(namespace);
-        let found = self.namespaces.get(&key).await.map_err(|error| {
+        let found = self.look_up(&self.namespaces, namespace, peer).await.map_err(|error| {
             let failure = failure(ROLE, "read Namespaces", &error);
             Refusal::unknown(
                 &format!("the Pod Security level of the namespace {namespace}"),
@@ -213,9 +219,24 @@ impl Validator {
         Ok(())
     }
 
+    /// The object of a watch, or else from the API server, when it is the client's turn.
+    async fn look_up<K: Cached>(
+        &self,
+        objects: &Cache<K>,
+        name: &str,
+        peer: Peer,
+    ) -> kube::Result<Option<Arc<K>>> {
+        let key = Key::cluster(name);
+        if let Some(Some(found)) = objects.cached(&key) {
+            return Ok(Some(found));
+        }
+        let _turn = self.turns.turn(peer).await?;
+        objects.get(&key).await
+    }
+
     /// The level that the CSIDriver's label requires, or a message if the label is invalid.
-    async fn labelled_profile(&self) -> Result<Result<Level, String>, Refusal> {
-        let found = self.drivers.get(&Key::cluster(&self.driver)).await.map_err(|error| {
+    async fn labelled_profile(&self, peer: Peer) -> Result<Result<Level, String>, Refusal> {
+        let found = self.look_up(&self.drivers, &self.driver, peer).await.map_err(|error| {
             let failure = failure(ROLE, "read CSIDrivers", &error);
             Refusal::unknown("the level that inline volumes need", &failure)
         })?;

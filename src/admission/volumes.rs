@@ -2,12 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{CSIVolumeSource, Pod, PodSpec, Volume as PodVolume, VolumeMount};
-use kube::core::admission::{AdmissionRequest, Operation};
+use kube::core::admission::Operation;
 
 use crate::inline::{Attributes, Problem};
-use crate::kubernetes::admission::Refusal;
+use crate::kubernetes::admission::{Refusal, ReviewRequest};
 use crate::kubernetes::name;
+use crate::kubernetes::pod::{InlineSource, Pod, PodSpec, Volume as PodVolume, VolumeMount};
 
 /// An inline volume.
 #[derive(Debug)]
@@ -15,7 +15,7 @@ pub struct Volume<'a> {
     /// Index in `spec.volumes`.
     pub index: usize,
     pub name: &'a str,
-    pub source: &'a CSIVolumeSource,
+    pub source: &'a InlineSource,
     pub attributes: Result<Attributes, Problem>,
 }
 
@@ -45,14 +45,13 @@ pub enum Scope {
 }
 
 impl Scope {
-    pub fn of(request: &AdmissionRequest<Pod>) -> Self {
+    pub fn of(request: &ReviewRequest<Pod>) -> Self {
         match (&request.operation, request.sub_resource.as_deref().unwrap_or_default()) {
             (Operation::Create, "") => Self::Pod,
             (Operation::Update, "ephemeralcontainers") => {
                 let old = request.old_object.as_ref().and_then(|pod| pod.spec.as_ref());
-                let existing = old.and_then(|spec| spec.ephemeral_containers.as_ref());
-                let existing =
-                    existing.into_iter().flatten().map(|container| container.name.clone());
+                let existing = old.into_iter().flat_map(|spec| &spec.ephemeral_containers);
+                let existing = existing.map(|container| container.name.clone());
                 Self::NewContainers { existing: existing.collect() }
             }
             _ => Self::Nothing,
@@ -102,9 +101,9 @@ impl Mount<'_> {
 
 /// The inline volumes of the driver.
 pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
-    let all = spec.volumes.iter().flatten().enumerate();
+    let all = spec.volumes.iter().enumerate();
     let own = all.filter(|(_, volume)| is_of(volume, driver));
-    own.filter_map(|(index, volume)| Some((index, volume, volume.csi.as_ref()?)))
+    own.filter_map(|(index, volume)| Some((index, volume, volume.csi.as_deref()?)))
         .map(|(index, volume, source)| Volume {
             index,
             name: &volume.name,
@@ -115,8 +114,8 @@ pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
 }
 
 /// The pod's attributes, without those that kubelet adds.
-fn attributes(source: &CSIVolumeSource) -> Result<Attributes, Problem> {
-    let given = source.volume_attributes.iter().flatten();
+fn attributes(source: &InlineSource) -> Result<Attributes, Problem> {
+    let given = source.volume_attributes.iter();
     Attributes::parse(given.map(|(key, value)| (key.as_str(), value.as_str())))
 }
 
@@ -142,7 +141,7 @@ pub fn namespace(name: Option<&str>) -> Result<&str, Refusal> {
     found.ok_or_else(|| Refusal::invalid("metadata.namespace: is missing or not a valid name"))
 }
 
-fn has_secret(source: &CSIVolumeSource) -> bool {
+fn has_secret(source: &InlineSource) -> bool {
     source.node_publish_secret_ref.is_some()
 }
 
@@ -161,8 +160,8 @@ pub fn mounts<'a>(spec: &'a PodSpec, scope: &Scope, volumes: &[&Volume<'_>]) -> 
         Scope::Nothing => false,
     };
     let mut found = Vec::new();
-    let mut add = |list, container, mounts: &'a Option<Vec<VolumeMount>>| {
-        let mounts = mounts.iter().flatten().enumerate();
+    let mut add = |list, container, mounts: &'a [VolumeMount]| {
+        let mounts = mounts.iter().enumerate();
         let ours = mounts.filter(|(_, mount)| names.contains(mount.name.as_str()));
         found.extend(ours.map(|(index, mount)| Mount { list, container, index, mount }));
     };
@@ -170,11 +169,11 @@ pub fn mounts<'a>(spec: &'a PodSpec, scope: &Scope, volumes: &[&Volume<'_>]) -> 
         for (index, container) in spec.containers.iter().enumerate() {
             add("containers", index, &container.volume_mounts);
         }
-        for (index, container) in spec.init_containers.iter().flatten().enumerate() {
+        for (index, container) in spec.init_containers.iter().enumerate() {
             add("initContainers", index, &container.volume_mounts);
         }
     }
-    for (index, container) in spec.ephemeral_containers.iter().flatten().enumerate() {
+    for (index, container) in spec.ephemeral_containers.iter().enumerate() {
         if is_new(&container.name) {
             add("ephemeralContainers", index, &container.volume_mounts);
         }

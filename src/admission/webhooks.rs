@@ -3,15 +3,14 @@
 use std::time::Duration;
 
 use axum::Router;
-use k8s_openapi::api::core::v1::Pod;
-use kube::core::admission::AdmissionRequest;
 
 use super::metrics::Metrics;
 use super::validator::Validator;
 use super::volumes::{self, Scope};
 use super::{opt_in, read_only};
-use crate::kubernetes::admission::{Allowed, Refusal, Webhook};
+use crate::kubernetes::admission::{Allowed, Refusal, ReviewRequest, Webhook};
 use crate::kubernetes::https::Limits;
+use crate::kubernetes::pod::Pod;
 
 /// Makes content volumes of a pod read-only.
 pub const MUTATE_POD: &str = "/mutate-pod";
@@ -33,7 +32,7 @@ pub fn routes(validator: &Validator, metrics: &Metrics) -> Router {
     let opt_ins = Webhook::of_kinds(&opt_in::kinds(), REVIEW_TIMEOUT);
     let opt_ins = opt_ins.observed_by(metrics.count("validate_deferral"));
     let driver = validator.driver.clone();
-    let read_only = move |request| {
+    let read_only = move |request: ReviewRequest<Pod>| {
         let response = mutate(&driver, &request);
         async move { Ok(response) }
     };
@@ -43,7 +42,7 @@ pub fn routes(validator: &Validator, metrics: &Metrics) -> Router {
         async move { opt_in::annotate(&validator, request).await }
     };
     let for_opt_in = validator.clone();
-    let keep = move |request| {
+    let keep = move |request: ReviewRequest<Pod>| {
         let response = opt_in::validate(&for_opt_in, &request);
         async move { response }
     };
@@ -59,12 +58,12 @@ pub fn routes(validator: &Validator, metrics: &Metrics) -> Router {
         .route(VALIDATE_DEFERRAL, opt_ins.route(keep))
 }
 
-fn mutate(driver: &str, request: &AdmissionRequest<Pod>) -> Allowed {
+fn mutate(driver: &str, request: &ReviewRequest<Pod>) -> Allowed {
     let spec = request.object.as_ref().and_then(|pod| pod.spec.as_ref());
     spec.map(|spec| read_only::mutate(spec, driver, &Scope::of(request))).unwrap_or_default()
 }
 
-async fn pod(validator: &Validator, request: AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
+async fn pod(validator: &Validator, request: ReviewRequest<Pod>) -> Result<Allowed, Refusal> {
     let scope = Scope::of(&request);
     if scope == Scope::Nothing {
         return Ok(Allowed::default());
@@ -74,7 +73,8 @@ async fn pod(validator: &Validator, request: AdmissionRequest<Pod>) -> Result<Al
     };
     let mut findings = match scope {
         Scope::Pod => {
-            validator.volumes(volumes::namespace(request.namespace.as_deref())?, &spec).await?
+            let namespace = volumes::namespace(request.namespace.as_deref())?;
+            validator.volumes(request.peer, namespace, &spec).await?
         }
         _ => Default::default(),
     };

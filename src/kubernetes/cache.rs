@@ -1,8 +1,9 @@
 //! A cache of objects of one kind, filled by a watch, so that a lookup costs no call to the API
 //! server. While the watch is not running (the API server is unavailable, or the role does not
 //! permit watches), every lookup queries the API server: a result is never older than the last
-//! report of a running watch. The only exception is [`Cache::with_recent`], which would list all
-//! objects for each lookup and therefore reuses a list for some seconds.
+//! report of a running watch, and a watch whose connection is silently broken ends after
+//! [`SILENCE`](super::client::SILENCE). The only exception is [`Cache::with_recent`], which would
+//! list all objects for each lookup and therefore reuses a list for some seconds.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
@@ -13,27 +14,31 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use kube::api::ListParams;
+use kube::runtime::controller::Controller;
 use kube::runtime::watcher::{self, Event};
+use kube::runtime::{WatchStreamExt, reflector};
 use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::{Mutex, watch};
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 
-use super::client::within;
+use super::cached::Cached;
+use super::client::{WATCH, within};
 use crate::telemetry::shutdown::Shutdown;
 
 /// Timeout of one call to the API server.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(15);
-/// Maximum objects in one page of a list.
-const PAGE: u32 = 500;
+/// Maximum objects in one page of a list. An object has up to 1.5 MiB, and a page is in memory
+/// several times while it is decoded.
+const PAGE: u32 = 25;
 /// Maximum age of a list that [`Cache::with_recent`] reuses.
 const LIST_TTL: Duration = Duration::from_secs(5);
 /// Pauses after a broken watch: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// An object that the cache can hold.
+/// An object of the API server, as a type.
 pub trait Object:
     Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static
 {
@@ -117,7 +122,7 @@ struct State<K> {
     indexed: HashMap<String, BTreeSet<Key>>,
 }
 
-impl<K: Object> Cache<K> {
+impl<K: Cached> Cache<K> {
     /// Starts a watch of what `all` and `select` cover. `of` returns the API of a namespace.
     pub fn start(
         all: Api<K>,
@@ -142,7 +147,7 @@ impl<K: Object> Cache<K> {
         let (state, changes) = (Arc::new(RwLock::new(state)), watch::Sender::new(0));
         let listed = Arc::new(Mutex::new(None));
         let cache = Self { state, index, of: Arc::new(of), all, listed, changes };
-        tokio::spawn(cache.clone().follow(watched, select, shutdown));
+        tokio::spawn(cache.clone().follow(watched, bounded(select), shutdown));
         cache
     }
 
@@ -230,7 +235,7 @@ impl<K: Object> Cache<K> {
     async fn list(&self) -> kube::Result<HashMap<String, Vec<Arc<K>>>> {
         let mut indexed: HashMap<_, Vec<_>> = HashMap::new();
         for mut object in list(&self.all, ListParams::default(), |_| true).await? {
-            shrink(&mut object);
+            object.shrink();
             if let Some(value) = (self.index)(&object).map(Cow::into_owned) {
                 indexed.entry(value).or_default().push(Arc::new(object));
             }
@@ -281,7 +286,10 @@ impl<K: Object> Cache<K> {
         loop {
             match events.next().await {
                 Some(Ok(Event::Init)) => listed.clear(),
-                Some(Ok(Event::InitApply(object))) => listed.push(object),
+                Some(Ok(Event::InitApply(mut object))) => {
+                    object.shrink();
+                    listed.push(object);
+                }
                 Some(Ok(Event::InitDone)) => {
                     self.replace(std::mem::take(&mut listed));
                 }
@@ -328,9 +336,9 @@ impl<K: Object> Cache<K> {
     }
 }
 
-impl<K: Object> State<K> {
+impl<K: Cached> State<K> {
     fn put(&mut self, mut object: K, index: Index<K>) {
-        shrink(&mut object);
+        object.shrink();
         let key = key(&object);
         self.remove(&key, index);
         if let Some(value) = index(&object) {
@@ -351,9 +359,17 @@ impl<K: Object> State<K> {
     }
 }
 
-/// Removes the managed fields, which no caller reads and which are larger than the rest.
-fn shrink(object: &mut impl ResourceExt) {
-    object.managed_fields_mut().clear();
+/// A watch that the API server ends regularly, which proves that the connection works, with small
+/// pages.
+pub fn bounded(select: watcher::Config) -> watcher::Config {
+    select.timeout(WATCH).page_size(PAGE)
+}
+
+/// A controller of all objects of `api`.
+pub fn controller<K: Cached>(api: Api<K>) -> Controller<K> {
+    let (reader, writer) = reflector::store();
+    let events = watcher::watcher(api, bounded(watcher::Config::default())).modify(K::shrink);
+    Controller::for_stream(reflector(writer, events).applied_objects(), reader)
 }
 
 /// Whether a watch had started before it broke. Each attempt first lists all objects, so a watch
@@ -371,7 +387,7 @@ pub fn of_all_namespaces<K>(
     shutdown: Shutdown,
 ) -> Cache<K>
 where
-    K: Object + Resource<Scope = kube::core::NamespaceResourceScope>,
+    K: Cached + Resource<Scope = kube::core::NamespaceResourceScope>,
 {
     let Clients { watch, lookups } = clients.into();
     let all = Api::all(lookups.clone());
@@ -387,7 +403,7 @@ pub fn of_cluster<K>(
     shutdown: Shutdown,
 ) -> Cache<K>
 where
-    K: Object + Resource<Scope = kube::core::ClusterResourceScope>,
+    K: Cached + Resource<Scope = kube::core::ClusterResourceScope>,
 {
     let Clients { watch, lookups } = clients.into();
     let all: Api<K> = Api::all(lookups);

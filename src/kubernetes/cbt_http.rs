@@ -8,8 +8,9 @@
 //! driver's DriverDiscovery.
 
 use axum::http::StatusCode;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
+use super::bounded::List;
 use super::secret::Secrets;
 use super::snapshot_delta::ChangedBlock;
 
@@ -19,6 +20,7 @@ pub const PATH: &str = "/v1alpha1/snapshot-deltas";
 pub const SUBRESOURCE: &str = "deltas";
 /// Maximum entries of a page.
 pub const MAX_LIMIT: u32 = 4096;
+const _: () = assert!((MAX_LIMIT as usize) < super::bounded::MAX_ELEMENTS);
 
 /// The audience of a token for this driver's endpoint.
 pub fn audience(driver: &str) -> String {
@@ -54,11 +56,15 @@ pub struct Page {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume_size_bytes: Option<u64>,
     /// Blocks in ascending order, all of one size.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "bounded")]
     pub changed_blocks: Vec<ChangedBlock>,
     /// The offset of the next page, if more follows.
     #[serde(default, rename = "continue", skip_serializing_if = "Option::is_none")]
     pub next: Option<u64>,
+}
+
+fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ChangedBlock>, D::Error> {
+    List::deserialize(deserializer).map(List::into_inner)
 }
 
 /// Response to the GET.

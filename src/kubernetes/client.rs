@@ -1,4 +1,8 @@
-//! A client of the API server with a rate limit and timeouts.
+//! A client of the API server with a rate limit and timeouts. No answer is older than
+//! [`MAX_STALENESS`], and none takes longer to fail, if a connection breaks without a sign, as when
+//! a firewall drops its state: the server ends each watch after [`WATCH`], so that a connection
+//! without a byte for [`SILENCE`] is broken, and only connections of the last [`POOL_IDLE`] are used
+//! again. The kernel's keepalive notices a dead peer earlier.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -7,14 +11,43 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use kube::client::ClientBuilder;
+use axum::http::{Request, Response, Uri};
+use hyper::rt::{Read, Write};
+use hyper_timeout::TimeoutConnector;
+use hyper_util::client::legacy;
+use hyper_util::client::legacy::connect::proxy::Tunnel;
+use hyper_util::client::legacy::connect::{Connection, HttpConnector};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use kube::client::retry::RetryPolicy;
+use kube::client::{Body, ConfigExt};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
-use tokio::time::{Instant, sleep, sleep_until, timeout};
-use tower::{BoxError, Layer, Service};
+use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout};
+use tower::retry::{Policy, RetryLayer};
+use tower::{BoxError, Layer, Service, ServiceBuilder};
 
-/// Timeout of connecting.
+use super::proxy;
+
+/// Timeout of connecting, with the TLS handshake.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Seconds after which the API server ends a watch. The next one continues it.
+pub const WATCH: u32 = 20;
+/// Time without a byte of the server, in a response or before it, after which a connection is
+/// broken. Longer than [`WATCH`] and than any call.
+pub const SILENCE: Duration = Duration::from_secs(23);
+/// Time for which an unused connection is kept.
+const POOL_IDLE: Duration = Duration::from_secs(10);
+/// The documented bound: a new watch may have to connect after the silence.
+pub const MAX_STALENESS: Duration = Duration::from_secs(30);
+const _: () = assert!(
+    WATCH as u64 + 2 < SILENCE.as_secs()
+        && SILENCE.as_secs() + CONNECT_TIMEOUT.as_secs() < MAX_STALENESS.as_secs()
+        && POOL_IDLE.as_secs() + super::cache::CALL_TIMEOUT.as_secs() < MAX_STALENESS.as_secs()
+);
+/// Keepalive of TCP: the idle time before the first probe, the interval, and the number of probes
+/// without an answer; and the time for which sent data may be unacknowledged.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(5), Duration::from_secs(5), 2);
+const USER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The flags of a role that uses the API server.
 #[derive(Debug, Clone, clap::Args)]
@@ -75,6 +108,8 @@ pub async fn connect(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Cl
     let config = match kubeconfig {
         Some(path) => read(path).await?,
         None => Config::incluster()
+            .map_err(anyhow::Error::from)
+            .and_then(|config| with_proxy(config, None))
             .context("not running in a pod (no ServiceAccount is mounted); use --kubeconfig")?,
     };
     build(config, rate)
@@ -102,22 +137,133 @@ pub async fn connect_as_user_once(kubeconfig: Option<&Path>, rate: Rate) -> anyh
 async fn configured(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
     match kubeconfig {
         Some(path) => read(path).await,
-        None => Config::infer().await.context("no cluster is configured; use --kubeconfig"),
+        None => infer().await.context("no cluster is configured; use --kubeconfig"),
+    }
+}
+
+async fn infer() -> anyhow::Result<Config> {
+    match Kubeconfig::read() {
+        Ok(kubeconfig) => load(kubeconfig).await,
+        Err(error) => match Config::incluster() {
+            Ok(config) => with_proxy(config, None),
+            Err(_) => Err(error.into()),
+        },
     }
 }
 
 async fn read(path: &Path) -> anyhow::Result<Config> {
     let named = || format!("--kubeconfig {}", path.display());
     let kubeconfig = Kubeconfig::read_from(path).with_context(named)?;
-    let options = KubeConfigOptions::default();
-    Config::from_custom_kubeconfig(kubeconfig, &options).await.with_context(named)
+    load(kubeconfig).await.with_context(named)
 }
 
-fn build(mut config: Config, rate: Rate) -> anyhow::Result<Client> {
-    config.connect_timeout = Some(CONNECT_TIMEOUT);
-    let builder =
-        ClientBuilder::try_from(config).context("failed to set up the API server's client")?;
-    Ok(builder.with_layer(&Throttle::new(rate)).build())
+async fn load(kubeconfig: Kubeconfig) -> anyhow::Result<Config> {
+    let given = proxy::given(&kubeconfig);
+    let options = KubeConfigOptions::default();
+    let config = Config::from_custom_kubeconfig(kubeconfig, &options).await?;
+    with_proxy(config, given.as_deref())
+}
+
+/// kube looks up the proxy in NO_PROXY instead of the server, and ignores both variables in a pod.
+fn with_proxy(mut config: Config, given: Option<&str>) -> anyhow::Result<Config> {
+    config.proxy_url = proxy::of(&config.cluster_url, given)?;
+    Ok(config)
+}
+
+fn build(config: Config, rate: Rate) -> anyhow::Result<Client> {
+    let mut tcp = HttpConnector::new();
+    // TLS is a layer above.
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_keepalive(Some(KEEPALIVE.0));
+    tcp.set_keepalive_interval(Some(KEEPALIVE.1));
+    tcp.set_keepalive_retries(Some(KEEPALIVE.2));
+    tcp.set_tcp_user_timeout(Some(USER_TIMEOUT));
+    let built = match &config.proxy_url {
+        None => client(&config, rate, tcp),
+        Some(proxy) if proxy.scheme_str() == Some("https") => {
+            let tls = config.rustls_https_connector_with_connector(tcp);
+            tls.and_then(|tls| client(&config, rate, tunnel(proxy, tls)))
+        }
+        Some(proxy) => client(&config, rate, tunnel(proxy, tcp)),
+    };
+    built.context("failed to set up the API server's client")
+}
+
+/// A connector through the proxy.
+fn tunnel<C>(proxy: &Uri, connector: C) -> Tunnel<C> {
+    let tunnel = Tunnel::new(proxy.clone(), connector);
+    match proxy::authorization(proxy) {
+        Some(value) => tunnel.with_auth(value),
+        None => tunnel,
+    }
+}
+
+/// A client whose connections `connector` makes. Like that of kube, which can set none of these
+/// timeouts.
+fn client<C>(config: &Config, rate: Rate, connector: C) -> kube::Result<Client>
+where
+    C: Service<Uri> + Clone + Send + Sync + 'static,
+    C::Response: Connection + Read + Write + Send + Unpin + 'static,
+    C::Future: Send + 'static,
+    C::Error: std::error::Error + Send + Sync + 'static,
+{
+    let tls = config.rustls_https_connector_with_connector(connector)?;
+    let mut timed = TimeoutConnector::new(tls);
+    timed.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    timed.set_read_timeout(Some(SILENCE));
+    timed.set_write_timeout(Some(SILENCE));
+    // A request begins a new silence.
+    timed.set_reset_reader_on_write(true);
+    let http: legacy::Client<_, Body> = legacy::Builder::new(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(POOL_IDLE)
+        .build(timed);
+    let service = ServiceBuilder::new()
+        .layer(Throttle::new(rate))
+        .layer(config.base_uri_layer())
+        .option_layer(config.default_retry.then(|| RetryLayer::new(Retries::default())))
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .map_err(BoxError::from)
+        .service(http);
+    Ok(Client::new(service, config.default_namespace.clone()))
+}
+
+/// Whether the request starts a watch.
+fn is_watch<B>(request: &Request<B>) -> bool {
+    let query = request.uri().query().unwrap_or_default();
+    query.split('&').any(|part| part == "watch=true")
+}
+
+/// Retries calls that the API server defers (429, 503, 504), except watches: a watch that does not
+/// start must be noticed.
+#[derive(Clone)]
+struct Retries(RetryPolicy);
+
+impl Default for Retries {
+    fn default() -> Self {
+        Self(RetryPolicy::server_retry())
+    }
+}
+
+impl<B> Policy<Request<Body>, Response<B>, BoxError> for Retries {
+    type Future = Sleep;
+
+    fn retry(
+        &mut self,
+        request: &mut Request<Body>,
+        result: &mut Result<Response<B>, BoxError>,
+    ) -> Option<Sleep> {
+        self.0.retry(request, result)
+    }
+
+    fn clone_request(&mut self, request: &Request<Body>) -> Option<Request<Body>> {
+        if is_watch(request) {
+            return None;
+        }
+        Policy::<Request<Body>, Response<B>, BoxError>::clone_request(&mut self.0, request)
+    }
 }
 
 /// Maximum time that a call waits for its turn. Calls that would wait longer are rejected and take
@@ -131,7 +277,8 @@ const REJECTION_DELAY: Duration = Duration::from_secs(1);
 #[error("too many calls to the API server are waiting; increase --kube-api-qps")]
 pub struct Overloaded;
 
-/// Enforces a rate. Calls over the rate wait, or are rejected.
+/// Enforces a rate. Calls over the rate wait, or are rejected. Watches do not count: one that waits
+/// would delay what it reports.
 #[derive(Debug, Clone)]
 struct Throttle {
     rate: Rate,
@@ -157,6 +304,35 @@ impl Throttle {
         *full_at = slot + each;
         Ok(at)
     }
+
+    fn give_back(&self) {
+        let each = Duration::from_secs_f64(1.0 / self.rate.per_second);
+        let mut full_at = self.full_at.lock().unwrap_or_else(PoisonError::into_inner);
+        *full_at = full_at.checked_sub(each).unwrap_or(*full_at);
+    }
+}
+
+/// A booked call. If it is dropped before its turn, later calls get the turn: otherwise callers who
+/// give up would use up the rate.
+struct Booking {
+    throttle: Throttle,
+    turn: Instant,
+    used: bool,
+}
+
+impl Booking {
+    async fn turn(mut self) {
+        sleep_until(self.turn).await;
+        self.used = true;
+    }
+}
+
+impl Drop for Booking {
+    fn drop(&mut self) {
+        if !self.used {
+            self.throttle.give_back();
+        }
+    }
 }
 
 impl<S> Layer<S> for Throttle {
@@ -173,9 +349,9 @@ struct Throttled<S> {
     throttle: Throttle,
 }
 
-impl<S, R> Service<R> for Throttled<S>
+impl<S, B> Service<Request<B>> for Throttled<S>
 where
-    S: Service<R>,
+    S: Service<Request<B>>,
     S::Future: Send + 'static,
     S::Response: 'static,
     S::Error: Into<BoxError> + 'static,
@@ -188,13 +364,21 @@ where
         self.inner.poll_ready(context).map_err(Into::into)
     }
 
-    fn call(&mut self, request: R) -> Self::Future {
-        let turn = self.throttle.book(Instant::now());
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let now = Instant::now();
+        let booking = match is_watch(&request) {
+            true => Ok(None),
+            false => self
+                .throttle
+                .book(now)
+                .map(|turn| Some(Booking { throttle: self.throttle.clone(), turn, used: false })),
+        };
         // The call does not start before its future is polled.
         let call = self.inner.call(request);
         Box::pin(async move {
-            match turn {
-                Ok(turn) => sleep_until(turn).await,
+            match booking {
+                Ok(Some(booking)) => booking.turn().await,
+                Ok(None) => {}
                 Err(overloaded) => {
                     sleep(REJECTION_DELAY).await;
                     return Err(overloaded.into());
@@ -277,6 +461,9 @@ pub fn is_overloaded(error: &kube::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
     use super::*;
 
     #[tokio::test]
@@ -301,5 +488,76 @@ mod tests {
         assert_eq!(accepted, 101, "the calls that fit into the longest wait");
         let later = now + LONGEST_WAIT + Duration::from_secs(1);
         assert_eq!(throttle.book(later).unwrap(), later);
+    }
+
+    #[tokio::test]
+    async fn calls_that_are_given_up_use_no_turn() {
+        // Two calls fit into the longest wait.
+        let throttle = Throttle::new(Rate { per_second: 0.2, burst: 1 });
+        let service = tower::service_fn(async |_: Request<()>| Ok::<_, BoxError>(()));
+        let mut service = throttle.layer(service);
+        let call = || Request::get("/api/v1/pods").body(()).unwrap();
+        service.call(call()).await.unwrap();
+        for _ in 0..100 {
+            let waiting = service.call(call());
+            assert!(timeout(Duration::ZERO, waiting).await.is_err());
+        }
+        assert!(throttle.book(Instant::now()).is_ok());
+    }
+
+    /// Reads the head of a request.
+    async fn head(stream: &mut TcpStream) -> String {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(stream.read_u8().await.unwrap());
+        }
+        String::from_utf8(head).unwrap()
+    }
+
+    #[tokio::test]
+    async fn calls_go_through_the_proxy_of_the_kubeconfig() {
+        crate::kubernetes::tls::install_provider();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let proxy = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let connect = head(&mut stream).await;
+            stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+            let request = head(&mut stream).await;
+            let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+            stream.write_all(answer).await.unwrap();
+            (connect, request)
+        });
+        let kubeconfig = Kubeconfig::from_yaml(&format!(
+            "current-context: c\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             clusters: [{{name: c, cluster: {{server: 'http://api.corp:8080', proxy-url: 'http://us%40er:pass@127.0.0.1:{port}'}}}}]\n\
+             users: [{{name: u, user: {{token: t}}}}]\n"
+        ));
+        let config = load(kubeconfig.unwrap()).await.unwrap();
+        let client = build(config, Rate { per_second: 10.0, burst: 3 }).unwrap();
+        let request = Request::get("/healthz").body(Vec::new()).unwrap();
+        assert_eq!(client.request_text(request).await.unwrap(), "ok");
+        let (connect, request) = proxy.await.unwrap();
+        assert!(connect.starts_with("CONNECT api.corp:8080 HTTP/1.1\r\n"), "{connect}");
+        let connect = connect.to_ascii_lowercase();
+        assert!(connect.contains("proxy-authorization: basic dxna"), "{connect}");
+        assert!(request.starts_with("GET /healthz HTTP/1.1\r\n"), "{request}");
+        assert!(request.contains("Bearer t"), "{request}");
+    }
+
+    #[test]
+    fn watches_are_neither_delayed_nor_retried() {
+        let request = |uri: &str| Request::get(uri).body(()).unwrap();
+        assert!(is_watch(&request("/api/v1/pods?&watch=true&timeoutSeconds=20")));
+        assert!(!is_watch(&request("/api/v1/pods?limit=25")));
+        assert!(!is_watch(&request("/api/v1/pods/watch=true")));
+        let watch = Request::get("/api/v1/pods?watch=true").body(Body::from(Vec::new())).unwrap();
+        let list = Request::get("/api/v1/pods").body(Body::from(Vec::new())).unwrap();
+        let mut retries = Retries::default();
+        let mut again = |request| {
+            Policy::<Request<Body>, Response<Body>, BoxError>::clone_request(&mut retries, request)
+        };
+        assert!(again(&watch).is_none() && again(&list).is_some());
     }
 }

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{Pod, Volume};
+use super::pod::{Pod, Volume};
 
 /// Its value: names of volumes, separated by commas.
 pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
@@ -29,14 +29,11 @@ pub fn can_be_deferred(volume: &Volume) -> bool {
 /// The volumes that containers use only as raw block devices.
 pub fn only_devices(pod: &Pod) -> BTreeSet<&str> {
     let Some(spec) = &pod.spec else { return BTreeSet::new() };
-    let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
-    let plain = plain.map(|one| (&one.volume_devices, &one.volume_mounts));
-    let ephemeral = spec.ephemeral_containers.iter().flatten();
-    let all = plain.chain(ephemeral.map(|one| (&one.volume_devices, &one.volume_mounts)));
+    let all = spec.containers.iter().chain(&spec.init_containers);
     let (mut devices, mut mounted) = (BTreeSet::new(), BTreeSet::new());
-    for (of_devices, mounts) in all {
-        devices.extend(of_devices.iter().flatten().map(|device| device.name.as_str()));
-        mounted.extend(mounts.iter().flatten().map(|mount| mount.name.as_str()));
+    for container in all.chain(&spec.ephemeral_containers) {
+        devices.extend(container.volume_devices.iter().map(|device| device.name.as_str()));
+        mounted.extend(container.volume_mounts.iter().map(|mount| mount.name.as_str()));
     }
     &devices - &mounted
 }
@@ -45,7 +42,7 @@ pub fn only_devices(pod: &Pod) -> BTreeSet<&str> {
 pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
     let named = names(pod);
     // Indexed once: a pod may name very many volumes.
-    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter());
     let volumes: BTreeMap<&str, &Volume> =
         volumes.map(|volume| (volume.name.as_str(), volume)).collect();
     let devices = only_devices(pod);
@@ -83,8 +80,8 @@ pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
 /// KEP-2857: "marked by the presence of Kubelet managed pod conditions like Initialized, Ready,
 /// etc".
 fn is_initialised(pod: &Pod) -> bool {
-    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-    conditions.into_iter().any(|condition| {
+    let mut conditions = pod.status.iter().flat_map(|status| &status.conditions);
+    conditions.any(|condition| {
         matches!(condition.type_.as_str(), "Initialized" | "Ready" | "ContainersReady")
             && condition.status == "True"
     })

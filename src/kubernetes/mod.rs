@@ -6,7 +6,9 @@
 pub mod admission;
 pub mod api_service;
 pub mod bound_snapshot;
+pub mod bounded;
 pub mod cache;
+pub mod cached;
 pub mod cbt_http;
 pub mod client;
 pub mod defer_annotation;
@@ -18,6 +20,8 @@ pub mod leader;
 pub mod metadata_service;
 pub mod name;
 pub mod peer_limit;
+pub mod pod;
+pub mod proxy;
 pub mod publish;
 pub mod review;
 pub mod secret;

@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use kube::api::{Patch, PatchParams};
 use kube::core::ClusterResourceScope;
-use kube::runtime::watcher::watch_object;
+use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client, Resource};
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_stream::{Stream, StreamExt};
 
-use super::cache::Object;
+use super::cache::{Object, bounded};
 use super::client::within;
 use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
@@ -69,7 +69,8 @@ pub async fn maintain<P: Publication>(
     shutdown: Shutdown,
 ) {
     let objects: Api<P::Object> = Api::all(client);
-    let seen = watch_object(objects.clone(), publication.name());
+    let one = watcher::Config::default().fields(&format!("metadata.name={}", publication.name()));
+    let seen = watcher(objects.clone(), bounded(one));
     let publisher = Publisher {
         objects,
         publication,
@@ -84,7 +85,7 @@ pub async fn maintain<P: Publication>(
 }
 
 /// An item of the watch.
-type Seen<K> = kube::runtime::watcher::Result<Option<K>>;
+type Seen<K> = watcher::Result<Event<K>>;
 
 struct Publisher<P: Publication> {
     objects: Api<P::Object>,
@@ -124,10 +125,13 @@ impl<P: Publication> Publisher<P> {
     /// Waits until the object or its desired content may have changed.
     async fn next_reason(&mut self, mut seen: impl Stream<Item = Seen<P::Object>> + Unpin) {
         let watched = async {
-            match seen.next().await {
-                Some(Ok(_)) => sleep(SETTLE).await,
-                // Without a watch, poll.
-                Some(Err(_)) | None => sleep(RESYNC).await,
+            loop {
+                match seen.next().await {
+                    Some(Ok(Event::Init | Event::InitApply(_))) => {}
+                    Some(Ok(_)) => return sleep(SETTLE).await,
+                    // Without a watch, poll.
+                    Some(Err(_)) | None => return sleep(RESYNC).await,
+                }
             }
         };
         tokio::select! {

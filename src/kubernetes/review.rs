@@ -1,7 +1,8 @@
 //! Authentication and authorization by TokenReview and SubjectAccessReview. Granted reviews are
 //! cached for a configurable time, during which a revoked token or permission may still pass.
 //! Refused tokens are cached for [`REFUSED_TTL`], refused permissions are not. Only hashes of tokens
-//! are kept. Token reviews are limited per client ([`PeerLimit`]), because every client can cause them.
+//! are kept. Clients take turns for token reviews ([`PeerLimit`]), because every client can cause them.
+//! Equal reviews at the same time are one call.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -26,6 +27,8 @@ use crate::telemetry::peer::Peer;
 
 /// Maximum number of cached tokens, of refused tokens, and of cached permissions.
 const MAX_CACHED: u64 = 10_000;
+/// Maximum time for which a review without a cache is shared: that of the call.
+const SHARED_TTL: Duration = Duration::from_secs(15);
 /// Time to cache a refused token.
 const REFUSED_TTL: Duration = Duration::from_secs(5);
 
@@ -74,7 +77,8 @@ pub struct Action<'a> {
 
 impl Reviewer {
     pub fn new(client: Client, ttl: Duration) -> Self {
-        let (users, permissions) = (cache(ttl), cache(ttl));
+        let shared = if ttl.is_zero() { SHARED_TTL } else { ttl };
+        let (users, permissions) = (cache(ttl), cache(shared));
         let (refused, peers) = (cache(REFUSED_TTL), PeerLimit::default());
         Self { client, ttl, users, refused, peers, permissions }
     }
@@ -124,7 +128,10 @@ impl Reviewer {
         let api: Api<TokenReview> = Api::all(self.client.clone());
         let answer = in_time(api.create(&PostParams::default(), &review)).await.map_err(unknown)?;
         match granted(answer.status.unwrap_or_default(), audience) {
-            Ok(user) => Ok(Grant { user: Arc::new(user), expires: expiry(token) }),
+            Ok(user) => {
+                self.peers.known(peer);
+                Ok(Grant { user: Arc::new(user), expires: expiry(token) })
+            }
             Err(reason) => {
                 self.refused.insert(key, reason.clone()).await;
                 Err(Denied::Refused(reason))
@@ -134,9 +141,6 @@ impl Reviewer {
 
     /// Whether the user may perform the action.
     pub async fn authorize(&self, user: &UserInfo, action: Action<'_>) -> Result<(), Denied> {
-        if self.ttl.is_zero() {
-            return self.review_access(user, action).await;
-        }
         let identity =
             serde_json::to_string(user).map_err(|error| unknown(kube::Error::SerdeError(error)))?;
         let Action { verb, group, resource, subresource, namespace, name } = action;
@@ -144,7 +148,12 @@ impl Reviewer {
         let [subresource, name] = [subresource, name].map(Option::unwrap_or_default);
         let key = digest(&[&identity, verb, group, resource, subresource, namespace, name]);
         let review = self.review_access(user, action);
-        self.permissions.try_get_with(key, review).await.map_err(|denied| Denied::clone(&denied))
+        let allowed = self.permissions.try_get_with(key, review).await;
+        if self.ttl.is_zero() {
+            // Later callers need a new answer.
+            self.permissions.invalidate(&key).await;
+        }
+        allowed.map_err(|denied| Denied::clone(&denied))
     }
 
     async fn review_access(&self, user: &UserInfo, action: Action<'_>) -> Result<(), Denied> {

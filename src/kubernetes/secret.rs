@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::fmt;
 
 use k8s_openapi::api::core::v1::Secret;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::bounded::Map;
 
 /// Replacement of a secret value in a text.
 const HIDDEN: &str = "[hidden]";
@@ -13,9 +15,16 @@ const HIDDEN: &str = "[hidden]";
 const SHORTEST_HIDDEN: usize = 4;
 
 /// Names and values, which are never printed.
-#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Secrets(HashMap<String, String>);
+
+impl<'de> Deserialize<'de> for Secrets {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let entries = Map::deserialize(deserializer)?;
+        Ok(Self(entries.into_inner().into_iter().collect()))
+    }
+}
 
 impl Secrets {
     /// All entries of a Secret. `None` if a value is not UTF-8 text, the only type that CSI

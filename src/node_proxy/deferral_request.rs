@@ -3,11 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Pod, Volume};
 use serde::{Deserialize, Serialize};
 
 use super::publish_target::PublishTarget;
 use crate::kubernetes::defer_annotation;
+use crate::kubernetes::pod::{Pod, Volume};
 
 /// PodSecurityContext.fsGroup and fsGroupChangePolicy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,7 +43,7 @@ pub fn deferral_request(pod: &Pod, target: &PublishTarget, kind: VolumeKind) -> 
     if opted.is_empty() {
         return DeferralRequest::Host;
     }
-    let volumes = || pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let volumes = || pod.spec.iter().flat_map(|spec| spec.volumes.iter());
     let is_opted = |volume: &Volume| opted.contains(volume.name.as_str());
     let inline = || volumes().filter(|volume| volume.csi.is_some() && !kind.block);
     let claims = claims(pod, kind);
@@ -71,7 +71,7 @@ pub fn candidate_claims(
     target: &PublishTarget,
     kind: VolumeKind,
 ) -> Option<BTreeMap<String, bool>> {
-    let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter());
     let is_inline = |volume: &Volume| volume.csi.is_some() && target.name() == Some(&volume.name);
     let of_inline = kind.inline.unwrap_or_else(|| !kind.block && volumes.any(is_inline));
     (!of_inline).then(|| claims(pod, kind))
@@ -82,7 +82,7 @@ fn claims(pod: &Pod, kind: VolumeKind) -> BTreeMap<String, bool> {
     // A claim used as a block device is never published as a filesystem, and vice versa.
     let devices = defer_annotation::only_devices(pod);
     let mut claims: BTreeMap<String, bool> = BTreeMap::new();
-    for volume in pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()) {
+    for volume in pod.spec.iter().flat_map(|spec| spec.volumes.iter()) {
         let is_device = devices.contains(volume.name.as_str());
         if let Some(claim) = claim(pod, volume).filter(|_| is_device == kind.block) {
             // Two volumes may use the same claim, which is published once.

@@ -5,8 +5,6 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use k8s_openapi::api::core::v1::Pod;
-
 use super::deferral_request::{DeferralRequest, VolumeKind, deferral_request};
 use super::events::Events;
 use super::pods::Pods;
@@ -14,6 +12,7 @@ use super::publish_target::PublishTarget;
 use super::reports::Reports;
 use super::store::PodRef;
 use crate::kubernetes::defer_annotation;
+use crate::kubernetes::pod::Pod;
 
 /// Maximum number of records; a node has fewer volumes.
 const MAX_RECORDS: usize = 4096;

@@ -7,7 +7,7 @@ use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::runtime::watcher;
 use kube::{Api, Client};
 use tokio::sync::watch;
@@ -17,17 +17,13 @@ use super::refusal::{Refusal, Result};
 use super::store::PodRef;
 use crate::kubernetes::cache::{Cache, Key, in_time};
 use crate::kubernetes::defer_annotation;
+use crate::kubernetes::pod::{CONFIG_HASH, MIRROR, Pod};
 use crate::telemetry::shutdown::Shutdown;
 
 /// Interval of polling the watch's cache.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Interval of requests for a pod.
 const FETCH_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Annotations with which kubelet marks the mirror pod of a static pod: the static pod's uid, and
-/// that it is a mirror.
-const CONFIG_HASH: &str = "kubernetes.io/config.hash";
-const MIRROR: &str = "kubernetes.io/config.mirror";
 
 /// The pods of this node; clones share the cache.
 #[derive(Clone)]

@@ -4,7 +4,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
@@ -16,6 +15,7 @@ use super::refusal::{Refusal, Result};
 use super::store::{DeferredVolume, PodRef};
 use crate::backend::filesystem;
 use crate::kubernetes::defer_annotation::{self, ANNOTATION};
+use crate::kubernetes::pod::Pod;
 use crate::proto::csi::v1 as csi;
 use csi::node_service_capability::rpc::Type;
 use csi::volume_capability::AccessType;

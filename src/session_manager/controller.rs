@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
-use kube::runtime::controller::{Action, Config, Controller};
-use kube::runtime::watcher;
+use kube::runtime::controller::{Action, Config};
 use tokio_stream::StreamExt;
 
 use super::context::{Context, Error};
 use super::{end, establish, sweep};
+use crate::kubernetes::cache::controller;
 use crate::kubernetes::session::{SessionState, SnapshotSessionRequest};
 
 /// Maximum number of concurrent reconciliations.
@@ -26,7 +26,7 @@ const AFTER_FAILURE: Duration = Duration::from_secs(2);
 
 /// Reconciles all requests until the future is dropped.
 pub async fn run(context: Arc<Context>) {
-    let controller = Controller::new(context.requests.clone(), watcher::Config::default())
+    let controller = controller(context.requests.clone())
         .with_config(Config::default().debounce(DEBOUNCE).concurrency(CONCURRENCY));
     let known = controller.store();
     let mut outcomes = pin!(controller.run(reconcile, retry, context.clone()));

@@ -1,6 +1,7 @@
 //! The validating webhook (KEP-3314, session design, "The Snapshot Session Manager"): the creator
 //! of a request must be allowed to get each of its VolumeSnapshots, and the namespace must have room
-//! for it ([`SessionLimit`]). A request that cannot be checked is refused.
+//! for it ([`SessionLimit`]). A request that cannot be checked is refused. Any pod may post reviews,
+//! so their senders take turns ([`PeerLimit`]).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,19 +10,22 @@ use std::time::Duration;
 use axum::Router;
 use k8s_openapi::api::authentication::v1::UserInfo;
 use kube::Client;
-use kube::core::admission::{AdmissionRequest, Operation};
-use tokio::sync::Semaphore;
+use kube::core::admission::Operation;
+use serde::Deserialize;
 use tokio::task::JoinSet;
 
 use super::ROLE;
 use super::session_limit::SessionLimit;
-use crate::kubernetes::admission::{Refusal, Verdict, validating};
+use crate::kubernetes::admission::{Refusal, ReviewRequest, Verdict, Webhook as Route};
+use crate::kubernetes::bounded::List;
 use crate::kubernetes::client::failure;
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::name;
+use crate::kubernetes::peer_limit::PeerLimit;
 use crate::kubernetes::review::{Action, Denied, Reviewer};
 use crate::kubernetes::session::{MAX_SNAPSHOTS, SnapshotSessionRequest};
 use crate::kubernetes::snapshot::GROUP;
+use crate::telemetry::peer::Peer;
 
 /// HTTP path of the webhook.
 pub const PATH: &str = "/validate-snapshotsessionrequest";
@@ -30,10 +34,22 @@ pub const LIMITS: Limits = Limits { body: 3 << 20, request: Duration::from_secs(
 
 /// Time limit of a decision: the API server waits 10 s.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(8);
-/// Maximum number of concurrent SubjectAccessReviews; further ones wait.
-const REVIEWS: usize = 16;
 /// Maximum number of names in a refusal.
 const NAMED: usize = 3;
+
+/// What the webhook reads of a SnapshotSessionRequest.
+#[derive(Debug, Clone, Deserialize)]
+struct Requested {
+    spec: RequestedSpec,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct RequestedSpec {
+    snapshots: List<String>,
+    #[serde(default)]
+    lifetime_seconds: Option<i64>,
+}
 
 /// The routes of the webhook. `client` makes the reviews and should have its own rate limit, so
 /// that many requests delay only each other.
@@ -41,22 +57,23 @@ pub fn routes(client: Client, limit: Option<SessionLimit>) -> Router {
     let webhook = Webhook {
         // Not cached: a revoked permission must not be granted from a cache.
         reviewer: Reviewer::new(client, Duration::ZERO),
-        permits: Arc::new(Semaphore::new(REVIEWS)),
+        turns: PeerLimit::default(),
         limit,
     };
     let decide = move |request| webhook.clone().decide(request);
-    Router::new().route(PATH, validating(REVIEW_TIMEOUT, decide))
+    let route = Route::of::<SnapshotSessionRequest>(REVIEW_TIMEOUT).route(decide);
+    Router::new().route(PATH, route)
 }
 
 #[derive(Clone)]
 struct Webhook {
     reviewer: Reviewer,
-    permits: Arc<Semaphore>,
+    turns: PeerLimit,
     limit: Option<SessionLimit>,
 }
 
 impl Webhook {
-    async fn decide(self, request: AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
+    async fn decide(self, request: ReviewRequest<Requested>) -> Verdict {
         match request.operation {
             Operation::Create => self.creation(request).await,
             Operation::Update => update(&request),
@@ -65,7 +82,7 @@ impl Webhook {
         }
     }
 
-    async fn creation(&self, request: AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
+    async fn creation(&self, request: ReviewRequest<Requested>) -> Verdict {
         let namespace = request.namespace.unwrap_or_default();
         if !name::is_namespace(&namespace) {
             return Err(Refusal::invalid("metadata.namespace: is missing or not a valid name"));
@@ -73,15 +90,17 @@ impl Webhook {
         let Some(object) = request.object else {
             return Err(Refusal::invalid("the review has no object"));
         };
-        let names = snapshots(object.spec.snapshots)?;
+        let names = snapshots(object.spec.snapshots.into_inner())?;
         // First, so that a flood of requests over the limit causes no reviews.
         self.has_room(&namespace).await?;
-        let denied = self.denied(request.user_info.clone(), &namespace, names).await?;
+        let (peer, user) = (request.peer, request.user_info);
+        let shown = user.username.clone();
+        let denied = self.denied(peer, user.into(), &namespace, names).await?;
         if denied.is_empty() {
             // Again, because other requests were admitted during the reviews.
             return self.has_room(&namespace).await;
         }
-        Err(Refusal::not_allowed(denial_message(&request.user_info, &namespace, &denied)))
+        Err(Refusal::not_allowed(denial_message(shown.as_deref(), &namespace, &denied)))
     }
 
     async fn has_room(&self, namespace: &str) -> Verdict {
@@ -91,45 +110,61 @@ impl Webhook {
         }
     }
 
-    /// The VolumeSnapshots that the user must not get.
+    /// The VolumeSnapshots that the user must not get. Usually one review answers for all: whether
+    /// the user may get all of the namespace.
     async fn denied(
         &self,
+        peer: Peer,
         user: UserInfo,
         namespace: &str,
         names: BTreeSet<String>,
     ) -> Result<BTreeSet<String>, Refusal> {
+        if names.len() > 1 && self.may_get(peer, &user, namespace, None).await? {
+            return Ok(BTreeSet::new());
+        }
         let user = Arc::new(user);
         // Running reviews end when the set is dropped.
         let mut reviews = JoinSet::new();
         for name in names {
             let (webhook, user, namespace) = (self.clone(), user.clone(), namespace.to_owned());
             reviews.spawn(async move {
-                // The semaphore is never closed.
-                let _permit = webhook.permits.acquire().await;
-                let action = Action {
-                    verb: "get",
-                    group: GROUP,
-                    resource: "volumesnapshots",
-                    subresource: None,
-                    namespace: &namespace,
-                    name: Some(&name),
-                };
-                let allowed = webhook.reviewer.authorize(&user, action).await;
+                let allowed = webhook.may_get(peer, &user, &namespace, Some(&name)).await;
                 (name, allowed)
             });
         }
         let mut denied = BTreeSet::new();
         while let Some(review) = reviews.join_next().await {
-            match review {
-                Ok((_, Ok(()))) => {}
-                Ok((name, Err(Denied::Refused(_)))) => {
-                    denied.insert(name);
-                }
-                Ok((_, Err(Denied::Unknown(error)))) => return Err(unknown(&error)),
-                Err(_) => return Err(Refusal::failed("a permission review ended unexpectedly")),
+            let ended = |_| Refusal::failed("a permission review ended unexpectedly");
+            let (name, allowed) = review.map_err(ended)?;
+            if !allowed? {
+                denied.insert(name);
             }
         }
         Ok(denied)
+    }
+
+    /// Whether the user may get this VolumeSnapshot, or, without a name, all of the namespace.
+    async fn may_get(
+        &self,
+        peer: Peer,
+        user: &UserInfo,
+        namespace: &str,
+        name: Option<&str>,
+    ) -> Result<bool, Refusal> {
+        let _turn = self.turns.turn(peer).await.map_err(|error| unknown(&error))?;
+        let action = Action {
+            verb: "get",
+            group: GROUP,
+            resource: "volumesnapshots",
+            subresource: None,
+            namespace,
+            name,
+        };
+        match self.reviewer.authorize(user, action).await {
+            Ok(()) => Ok(true),
+            Err(Denied::Refused(_)) => Ok(false),
+            Err(Denied::Unknown(error)) => Err(unknown(&error)),
+        }
     }
 }
 
@@ -148,7 +183,7 @@ fn snapshots(names: Vec<String>) -> Result<BTreeSet<String>, Refusal> {
 }
 
 /// The spec is immutable, because the session gives access to what its creator was allowed to get.
-fn update(request: &AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
+fn update(request: &ReviewRequest<Requested>) -> Verdict {
     let (Some(new), Some(old)) = (&request.object, &request.old_object) else {
         return Err(Refusal::invalid("the review lacks the old or the new object"));
     };
@@ -165,7 +200,7 @@ fn unknown(error: &kube::Error) -> Refusal {
     Refusal::unknown("whether you may get the VolumeSnapshots", &failure)
 }
 
-fn denial_message(user: &UserInfo, namespace: &str, denied: &BTreeSet<String>) -> String {
+fn denial_message(user: Option<&str>, namespace: &str, denied: &BTreeSet<String>) -> String {
     let names: Vec<_> = denied.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
     let more = match denied.len().saturating_sub(NAMED) {
         0 => String::new(),
@@ -174,7 +209,7 @@ fn denial_message(user: &UserInfo, namespace: &str, denied: &BTreeSet<String>) -
     format!(
         "spec.snapshots: {} may not get the volumesnapshots.{GROUP} {}{more} in the namespace {namespace}; grant the verb \
          get with a Role there or a ClusterRole",
-        user.username.as_deref().unwrap_or("the user"),
+        user.unwrap_or("the user"),
         names.join(", "),
     )
 }
@@ -189,10 +224,11 @@ mod tests {
 
     use super::*;
     use crate::kubernetes::fake_api::FakeApi;
+    use crate::kubernetes::peer_limit::RUNNING;
     use crate::session_manager::session_limit::tests::{limit, put};
 
     /// An API server that records the reviews and their concurrency, which a real one does not
-    /// show. It allows every name but `secret`.
+    /// show. It allows every name but `secret`, and all of the namespace `all`.
     #[derive(Default)]
     struct FakeReviews {
         specs: Mutex<Vec<Value>>,
@@ -208,10 +244,14 @@ mod tests {
                 reviews.max_running.fetch_max(now, Ordering::SeqCst);
                 let body = request.into_body().collect_bytes().await.unwrap();
                 let mut review: Value = serde_json::from_slice(&body).unwrap();
-                let name = review["spec"]["resourceAttributes"]["name"].clone();
+                let attributes = &review["spec"]["resourceAttributes"];
+                let allowed = match attributes["name"].as_str() {
+                    Some(name) => name != "secret",
+                    None => attributes["namespace"] == "all",
+                };
                 reviews.specs.lock().unwrap().push(review["spec"].clone());
                 tokio::time::sleep(Duration::from_millis(5)).await;
-                review["status"] = json!({ "allowed": name != "secret" });
+                review["status"] = json!({ "allowed": allowed });
                 reviews.running.fetch_sub(1, Ordering::SeqCst);
                 let answer = http::Response::new(Body::from(review.to_string().into_bytes()));
                 Ok::<_, std::convert::Infallible>(answer)
@@ -220,15 +260,12 @@ mod tests {
         let client = Client::new(service, "default");
         Webhook {
             reviewer: Reviewer::new(client, Duration::ZERO),
-            permits: Arc::new(Semaphore::new(REVIEWS)),
+            turns: PeerLimit::default(),
             limit: None,
         }
     }
 
-    fn creation(
-        snapshots: &[String],
-        namespace: Option<&str>,
-    ) -> AdmissionRequest<SnapshotSessionRequest> {
+    fn creation(snapshots: &[String], namespace: Option<&str>) -> ReviewRequest<Requested> {
         let (kind, resource) = (
             json!({ "group": "", "version": "", "kind": "" }),
             json!({ "group": "", "version": "", "resource": "" }),
@@ -264,14 +301,27 @@ mod tests {
     async fn each_name_is_reviewed_once_with_limited_concurrency() {
         let reviews = Arc::new(FakeReviews::default());
         let webhook = webhook(reviews.clone());
-        let names: Vec<_> = (0..60).map(|number| format!("s{}", number % 50)).collect();
+        let names = |of: usize| -> Vec<_> {
+            (0..60).map(|number| format!("s{of}-{}", number % 50)).collect()
+        };
         let others =
-            (0..4).map(|_| tokio::spawn(webhook.clone().decide(creation(&names, Some("n")))));
+            (0..4).map(|of| tokio::spawn(webhook.clone().decide(creation(&names(of), Some("n")))));
         for other in others.collect::<Vec<_>>() {
             assert_eq!(other.await.unwrap(), Ok(()));
         }
-        assert_eq!(reviews.specs.lock().unwrap().len(), 4 * 50);
-        assert_eq!(reviews.max_running.load(Ordering::SeqCst), REVIEWS);
+        // One more, which are equal and run at the same time, for all of the namespace.
+        let counted = reviews.specs.lock().unwrap().len();
+        assert!((4 * 50 + 1..=4 * 50 + 4).contains(&counted), "{counted}");
+        assert_eq!(reviews.max_running.load(Ordering::SeqCst), RUNNING);
+    }
+
+    #[tokio::test]
+    async fn a_user_of_all_snapshots_needs_one_review() {
+        let reviews = Arc::new(FakeReviews::default());
+        let names: Vec<_> = (0..64).map(|number| format!("s{number}")).collect();
+        let request = creation(&names, Some("all"));
+        assert_eq!(webhook(reviews.clone()).decide(request).await, Ok(()));
+        assert_eq!(reviews.specs.lock().unwrap().len(), 1);
     }
 
     #[tokio::test]
@@ -290,18 +340,25 @@ mod tests {
     #[tokio::test]
     async fn a_namespace_without_room_is_refused_without_reviews() {
         let api = FakeApi::default();
-        let permits = Arc::new(Semaphore::new(0));
+        let turns = PeerLimit::default();
         let (client, limit) = (api.client(), Some(limit(&api, 2)));
         let reviewer = Reviewer::new(client, Duration::ZERO);
-        let webhook = Webhook { reviewer, permits: permits.clone(), limit };
+        let webhook = Webhook { reviewer, turns: turns.clone(), limit };
         let request = || creation(&["a".into()], Some("apps"));
         api.allow_get("apps", "a");
         put(&api, "first");
+        let mut others = Vec::new();
+        for _ in 0..RUNNING {
+            others.push(turns.turn(Peer::unknown()).await.unwrap());
+        }
         // Another request is created while the reviews of this one wait.
         let waiting = tokio::spawn(webhook.clone().decide(request()));
+        while api.calls("GET") == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         tokio::time::sleep(Duration::from_millis(50)).await;
         put(&api, "second");
-        permits.add_permits(1);
+        drop(others);
         let refused = waiting.await.unwrap().unwrap_err();
         assert!(refused.code() == 403 && refused.message().contains("maximum is 2"), "{refused:?}");
         assert_eq!(api.calls("POST"), 1);
@@ -311,13 +368,12 @@ mod tests {
 
     #[test]
     fn a_refusal_names_user_objects_and_next_step() {
-        let user = UserInfo { username: Some("alice".into()), ..UserInfo::default() };
         let denied = |count| (1..=count).map(|number| format!("s{number}")).collect();
-        let message = denial_message(&user, "apps", &denied(5));
+        let message = denial_message(Some("alice"), "apps", &denied(5));
         for part in ["alice", r#""s1", "s2", "s3" and 2 more"#, "namespace apps", "the verb get"] {
             assert!(message.contains(part), "{message}");
         }
-        assert!(!denial_message(&user, "apps", &denied(3)).contains("more"));
+        assert!(!denial_message(Some("alice"), "apps", &denied(3)).contains("more"));
     }
 
     #[test]
@@ -332,17 +388,17 @@ mod tests {
 
     #[test]
     fn only_the_spec_is_immutable() {
-        let object = |snapshot: &str, label: &str| -> SnapshotSessionRequest {
+        let object = |snapshot: &str, label: &str| -> Requested {
             serde_json::from_value(serde_json::json!({
                 "metadata": { "name": "r", "labels": { "team": label } },
                 "spec": { "snapshots": [snapshot] },
             }))
             .unwrap()
         };
-        let request = |old, new| -> AdmissionRequest<SnapshotSessionRequest> {
+        let request = |old, new| -> ReviewRequest<Requested> {
             let kind = serde_json::json!({ "group": "", "version": "", "kind": "" });
             let resource = serde_json::json!({ "group": "", "version": "", "resource": "" });
-            let mut request: AdmissionRequest<SnapshotSessionRequest> =
+            let mut request: ReviewRequest<Requested> =
                 serde_json::from_value(serde_json::json!({
                     "uid": "u", "kind": kind, "resource": resource, "operation": "UPDATE", "userInfo": {},
                     "object": null, "oldObject": null,

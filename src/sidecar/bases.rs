@@ -19,6 +19,7 @@ use tonic::{Code, Status};
 use super::driver_link::DriverLink;
 use crate::grpc::{code_name, truncate};
 use crate::kubernetes::cache::{Cache, in_time};
+use crate::kubernetes::cached::{BASES, RETENTION, RETENTION_ERROR};
 use crate::kubernetes::client::tolerate;
 use crate::kubernetes::snapshot::VolumeSnapshotContent;
 use crate::proto::admin::v1 as admin;
@@ -26,13 +27,7 @@ use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 use admin::set_base_retention_request::Retention;
 
-/// Annotation: the bases for deltas to a volume's newest snapshot, [`Published`] as JSON.
-const BASES: &str = "cbt.storage.k8s.io/bases";
-/// Annotation: how long the snapshot remains a base after its deletion, e.g. 30days or
-/// [`BY_DEFAULT`].
-const RETENTION: &str = "cbt.storage.k8s.io/base-retention";
-/// Annotation: why the requested retention cannot be applied.
-const RETENTION_ERROR: &str = "cbt.storage.k8s.io/base-retention-error";
+/// Value of the annotation [`RETENTION`].
 const BY_DEFAULT: &str = "default";
 
 /// Maximum number of bases in an annotation. An object's annotations are limited to 256 KiB, and a

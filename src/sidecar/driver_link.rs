@@ -39,6 +39,8 @@ const MAX_MESSAGE: usize = 32 << 20;
 /// The driver's deadline exceeds the caller's by this time, so that it is known which one expired.
 /// Some drivers end a stream with OK when its time is over, which must not be taken for its end.
 const GRACE: Duration = Duration::from_secs(1);
+/// The same for a page of bases, which has about 150 bytes for each.
+const MAX_BASES: usize = 1 << 20;
 /// Poll intervals of a ready driver and of a driver that is not ready.
 const POLL_READY: Duration = Duration::from_secs(5);
 const POLL_NOT_READY: Duration = Duration::from_millis(500);
@@ -248,7 +250,8 @@ impl DriverLink {
         request: admin::ListBasesRequest,
         timeout: Duration,
     ) -> Result<admin::ListBasesResponse, Status> {
-        let mut bases = BaseAdminClient::new(self.channel.clone());
+        let bases = BaseAdminClient::new(self.channel.clone());
+        let mut bases = bases.max_decoding_message_size(MAX_BASES);
         bases.list_bases(bounded(request, timeout)).await.map(Response::into_inner)
     }
 

@@ -10,16 +10,13 @@ use kube::{Api, Client, ResourceExt};
 use super::refusal::{Reason, Refusal};
 use crate::kubernetes::bound_snapshot::Snapshot;
 use crate::kubernetes::cache::{Cache, Key, in_time};
+use crate::kubernetes::cached::{DELETION_NAME_KEY, DELETION_NAMESPACE_KEY};
 use crate::kubernetes::name;
 use crate::kubernetes::secret::Secrets;
 use crate::kubernetes::snapshot::{DEFAULT_CLASS, VolumeSnapshotClass};
 
 const NAME_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-name";
 const NAMESPACE_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-namespace";
-/// Annotations by the snapshot-controller that name the same Secret, for use after the class is
-/// deleted.
-const DELETION_NAME_KEY: &str = "snapshot.storage.kubernetes.io/deletion-secret-name";
-const DELETION_NAMESPACE_KEY: &str = "snapshot.storage.kubernetes.io/deletion-secret-namespace";
 
 /// Namespace and name of a Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]

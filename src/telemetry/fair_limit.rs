@@ -1,5 +1,6 @@
 //! A limit that peers share fairly. A new share is never refused: when the limit is exceeded, the
-//! peer that holds the most loses a share, first one that is not in use, and the oldest of those.
+//! peer that holds the most in the group that holds the most loses a share, first one that is not
+//! in use, and the oldest of those.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -14,6 +15,17 @@ use tokio::sync::watch;
 
 /// The revoked shares of this process, by limit.
 static REVOKED: LazyLock<Family<Labels, Counter>> = LazyLock::new(Family::default);
+
+/// Who holds shares.
+pub trait Holder: Clone + Eq + Hash {
+    /// The group in which this holder shares with others.
+    fn group(&self) -> Self {
+        self.clone()
+    }
+}
+
+impl Holder for String {}
+impl Holder for &'static str {}
 
 /// What a limit limits, for its metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -41,13 +53,13 @@ pub fn scrape() -> Result<String, fmt::Error> {
 /// A limit of connections, bytes or other units. Clones share it.
 #[derive(Debug)]
 pub struct FairLimit<P> {
-    capacity: usize,
-    revoked: Counter,
     state: Arc<Mutex<State<P>>>,
 }
 
 #[derive(Debug)]
 struct State<P> {
+    capacity: usize,
+    revoked: Counter,
     used: usize,
     next: u64,
     peers: HashMap<P, Peer>,
@@ -78,16 +90,15 @@ pub struct Share<P: Eq + Hash> {
 
 impl<P> Clone for FairLimit<P> {
     fn clone(&self) -> Self {
-        let Self { capacity, revoked, state } = self;
-        Self { capacity: *capacity, revoked: revoked.clone(), state: state.clone() }
+        Self { state: self.state.clone() }
     }
 }
 
-impl<P: Clone + Eq + Hash> FairLimit<P> {
+impl<P: Holder> FairLimit<P> {
     pub fn new(labels: Labels, capacity: usize) -> Self {
-        let state = State { used: 0, next: 0, peers: HashMap::new() };
         let revoked = REVOKED.get_or_create(&labels).clone();
-        Self { capacity, revoked, state: Arc::new(Mutex::new(state)) }
+        let state = State { capacity, revoked, used: 0, next: 0, peers: HashMap::new() };
+        Self { state: Arc::new(Mutex::new(state)) }
     }
 
     /// Takes a share of this amount. Shares are revoked until the limit is met again; the new share
@@ -101,18 +112,28 @@ impl<P: Clone + Eq + Hash> FairLimit<P> {
         let shares = state.peers.entry(peer.clone()).or_default();
         shares.used += amount;
         shares.shares.insert(number, Held { amount, in_use: false, revoked: sender });
-        while state.used > self.capacity && state.revoke_one() {
-            self.revoked.inc();
-        }
+        state.meet();
         drop(state);
         Share { peer, number, revoked, state: self.state.clone() }
     }
 }
 
-impl<P: Clone + Eq + Hash> State<P> {
+impl<P: Holder> State<P> {
+    /// Revokes shares until the limit is met.
+    fn meet(&mut self) {
+        while self.used > self.capacity && self.revoke_one() {
+            self.revoked.inc();
+        }
+    }
+
     /// Revokes a share of the peer that holds the most. Returns whether there was one.
     fn revoke_one(&mut self) -> bool {
-        let most = self.peers.iter().max_by_key(|(_, peer)| peer.used);
+        let mut groups: HashMap<P, usize> = HashMap::new();
+        for (name, peer) in &self.peers {
+            *groups.entry(name.group()).or_default() += peer.used;
+        }
+        let of_group = |name: &P| groups.get(&name.group()).copied().unwrap_or_default();
+        let most = self.peers.iter().max_by_key(|(name, peer)| (of_group(name), peer.used));
         let Some((name, peer)) = most.map(|(name, peer)| (name.clone(), peer)) else {
             return false;
         };
@@ -138,6 +159,19 @@ impl<P: Eq + Hash> State<P> {
             self.peers.remove(name);
         }
         Some(held)
+    }
+}
+
+impl<P: Holder> Share<P> {
+    /// Adds to the share. It may be revoked for it, like another.
+    pub fn grow(&self, amount: usize) {
+        let mut state = lock(&self.state);
+        let Some(peer) = state.peers.get_mut(&self.peer) else { return };
+        let Some(held) = peer.shares.get_mut(&self.number) else { return };
+        held.amount += amount;
+        peer.used += amount;
+        state.used += amount;
+        state.meet();
     }
 }
 
@@ -208,6 +242,28 @@ mod tests {
     }
 
     #[test]
+    fn the_group_with_the_most_loses_first() {
+        #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+        struct Host(&'static str, u32);
+        impl Holder for Host {
+            fn group(&self) -> Self {
+                Self(self.0, 0)
+            }
+        }
+        let limit = FairLimit::new(Labels { listener: "test", share: "share" }, 6);
+        // Many hosts of a network with one share each, and a single host with two.
+        let many: Vec<_> = (0..4).map(|host| limit.take(Host("many", host), 1)).collect();
+        let two: Vec<_> = (0..2).map(|_| limit.take(Host("two", 0), 1)).collect();
+        let _one = limit.take(Host("one", 0), 1);
+        assert_eq!((revoked(&many).len(), revoked(&two).len()), (1, 0));
+        // Within a network, the host with the most.
+        drop(two);
+        let greedy = limit.take(Host("many", 9), 2);
+        let _other = limit.take(Host("one", 1), 1);
+        assert!(is_revoked(&greedy) && revoked(&many).len() == 1);
+    }
+
+    #[test]
     fn idle_shares_are_revoked_before_shares_in_use() {
         let limit = limit(3);
         let shares: Vec<_> = (0..3).map(|_| limit.take("peer", 1)).collect();
@@ -250,6 +306,18 @@ mod tests {
         assert!(!is_revoked(&large) && !is_revoked(&other));
         drop((large, other));
         assert_eq!(lock(&limit.state).used, 0);
+    }
+
+    #[test]
+    fn a_share_that_grows_counts_with_all_of_its_amount() {
+        let limit = limit(10);
+        let (small, large) = (limit.take("modest", 2), limit.take("greedy", 3));
+        large.grow(5);
+        assert!(!is_revoked(&small) && !is_revoked(&large));
+        large.grow(1);
+        assert!(!is_revoked(&small) && is_revoked(&large));
+        large.grow(1);
+        assert_eq!(lock(&limit.state).used, 2);
     }
 
     #[test]

@@ -18,6 +18,8 @@ use crate::kubernetes::snapshot_delta::{
 
 /// Maximum bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;
+/// Maximum owners, and finalizers, of an object, none of which has an effect.
+const MAX_LISTED: usize = 64;
 /// Maximum bytes of a request's query.
 const MAX_QUERY: usize = 4 << 10;
 
@@ -84,8 +86,25 @@ pub fn decode(
         malformed(format!("{path}: {error}"))
     })?;
     let (api_version, kind) = (API_VERSION.to_owned(), KIND.to_owned());
+    let metadata = bounded(metadata)?;
     let delta = VolumeSnapshotDelta { api_version, kind, metadata, spec, status: None };
     Ok(DecodedRequest { delta: checked(delta, namespace)?, warnings })
+}
+
+/// Limits what a request keeps in memory of lists whose small elements become large.
+fn bounded(mut metadata: ObjectMeta) -> Result<ObjectMeta, Failure> {
+    // Only the API server writes them.
+    metadata.managed_fields = None;
+    let owners = metadata.owner_references.as_ref().map_or(0, Vec::len);
+    let finalizers = metadata.finalizers.as_ref().map_or(0, Vec::len);
+    for (field, count) in [("ownerReferences", owners), ("finalizers", finalizers)] {
+        if count > MAX_LISTED {
+            let message =
+                format!("metadata.{field}: has {count} entries, and the maximum is {MAX_LISTED}");
+            return Err(malformed(message));
+        }
+    }
+    Ok(metadata)
 }
 
 fn malformed(message: String) -> Failure {

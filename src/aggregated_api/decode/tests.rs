@@ -49,6 +49,29 @@ fn null_means_the_default() {
 }
 
 #[test]
+fn lists_without_effect_are_bounded() {
+    for field in ["ownerReferences", "finalizers"] {
+        for (count, taken) in [(MAX_LISTED, true), (MAX_LISTED + 1, false)] {
+            let mut sent = object(&json!({ TARGET: "b" }));
+            sent["metadata"]["managedFields"] = json!(vec![json!({}); 5000]);
+            sent["metadata"][field] = match field {
+                "finalizers" => json!(vec!["f"; count]),
+                _ => json!(vec![
+                    json!({ "apiVersion": "v1", "kind": "K", "name": "n", "uid": "u" });
+                    count
+                ]),
+            };
+            match decoded("", &sent.to_string()) {
+                Ok(request) => assert!(taken && request.delta.metadata.managed_fields.is_none()),
+                Err(refused) => {
+                    assert!(!taken && refused.message.contains(field), "{}", refused.message);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_status_in_a_request_is_dropped() {
     let mut sent = object(&json!({ TARGET: "b" }));
     sent["status"] = json!({ "state": 77, "nonsense": [1] });

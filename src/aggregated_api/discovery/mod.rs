@@ -11,8 +11,7 @@ use std::time::Duration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
-use kube::runtime::controller::{Action, Config, Controller};
-use kube::runtime::watcher;
+use kube::runtime::controller::{Action, Config};
 use kube::{Api, Client, Resource, ResourceExt};
 use moka::future::Cache;
 use prometheus_client::metrics::counter::Counter;
@@ -28,7 +27,7 @@ use self::conditions::{Probe, conditions};
 use super::endpoint::certificate::Certificate;
 use super::endpoint::target::Target;
 use super::endpoint::{EndpointError, Endpoints};
-use crate::kubernetes::cache::in_time;
+use crate::kubernetes::cache::{controller, in_time};
 use crate::kubernetes::driver_discovery::DriverDiscovery;
 use crate::kubernetes::leader::while_leading;
 use crate::telemetry::shutdown::Shutdown;
@@ -117,7 +116,7 @@ pub async fn run(leads: watch::Receiver<bool>, context: Arc<Context>, shutdown: 
 async fn reconcile_all(context: Arc<Context>) {
     // Another leader may have probed meanwhile.
     context.probed.invalidate_all();
-    let controller = Controller::new(context.objects.clone(), watcher::Config::default())
+    let controller = controller(context.objects.clone())
         .with_config(Config::default().debounce(DEBOUNCE).concurrency(CONCURRENCY));
     let mut outcomes = pin!(controller.run(reconcile, retry, context));
     while let Some(outcome) = outcomes.next().await {

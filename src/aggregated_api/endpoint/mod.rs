@@ -28,6 +28,7 @@ use tokio::sync::{Semaphore, TryAcquireError};
 use self::target::Target;
 use self::tokens::Tokens;
 use super::{LISTENER, ROLE};
+use crate::kubernetes::bounded;
 use crate::kubernetes::cbt_http::{Info, Page, PageRequest, Problem, ProblemKind};
 use crate::kubernetes::{client, tls};
 use crate::telemetry::fair_limit::{FairLimit, Labels};
@@ -207,7 +208,7 @@ impl Endpoint {
         share.shrink(body.len());
         if head.status == StatusCode::OK {
             let wrong = || EndpointError::Invalid("its response cannot be decoded".into());
-            return serde_json::from_slice(&body).map_err(|_| wrong());
+            return bounded::parse(&body).map(|parsed| parsed.value).map_err(|_| wrong());
         }
         let status = head.status.as_u16();
         let problem: Problem = serde_json::from_slice(&body).map_err(|_| {

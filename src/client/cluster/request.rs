@@ -16,6 +16,7 @@ use super::Limits;
 use super::failure::{Failure, Retry};
 use super::find::call;
 use super::wire::Place;
+use crate::kubernetes::client::WATCH;
 use crate::kubernetes::session::{
     SessionState, SnapshotSessionRequest, SnapshotSessionRequestSpec, SnapshotSessionRequestStatus,
 };
@@ -287,6 +288,7 @@ async fn next_event(
     request: &SnapshotSessionRequest,
 ) -> Option<SnapshotSessionRequest> {
     let one = WatchParams::default().fields(&format!("metadata.name={}", request.name_any()));
+    let one = one.timeout(WATCH);
     let version = request.resource_version()?;
     let mut events = std::pin::pin!(api.watch(&one, &version).await.ok()?);
     loop {

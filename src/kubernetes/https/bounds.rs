@@ -18,7 +18,7 @@ use tokio_stream::StreamExt;
 use crate::telemetry::fair_limit::{FairLimit, Labels, Share};
 use crate::telemetry::peer::Peer;
 
-/// Maximum bytes of all bodies in memory.
+/// Maximum bytes of all bodies in memory, and of what handlers make of them.
 const MAX_BODIES: usize = 64 << 20;
 
 /// Limits that depend on the service.
@@ -46,6 +46,17 @@ pub type Refuse = fn(StatusCode, String) -> Response;
 pub struct Bounds {
     limits: Limits,
     memory: FairLimit<Peer>,
+}
+
+/// The memory that a request holds. Its handler adds what it makes of the body.
+#[derive(Debug, Clone)]
+pub struct Memory(Arc<Share<Peer>>);
+
+impl Memory {
+    /// Adds bytes until the end of the request. The request ends if others need the memory more.
+    pub fn add(&self, bytes: usize) {
+        self.0.grow(bytes);
+    }
 }
 
 /// A complete body. Its memory is released when it is dropped.
@@ -165,7 +176,9 @@ async fn bounded_request(State(bounded): State<Bounded>, request: Request, next:
         Ok(received) => received,
         Err(error) => return refused(error),
     };
-    let handled = next.run(Request::from_parts(head, received.bytes.clone().into()));
+    let mut request = Request::from_parts(head, received.bytes.clone().into());
+    request.extensions_mut().insert(Memory(received.share.clone()));
+    let handled = next.run(request);
     let handled = async {
         match whole {
             true => timeout_at(deadline, handled).await.map_err(|_| bounds.too_long()),

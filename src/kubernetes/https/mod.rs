@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tokio_stream::{Stream, StreamExt};
 
-pub use self::bounds::{Bounds, Limits, Received, Refuse, Refused, refuse_in_text};
+pub use self::bounds::{Bounds, Limits, Memory, Received, Refuse, Refused, refuse_in_text};
 use super::tls::Connection;
 use crate::telemetry::fair_limit::Share;
 use crate::telemetry::peer::Peer;

@@ -16,6 +16,7 @@ use super::metrics::Metrics;
 use super::pages::{self, PageCall};
 use super::problem::{self, problem, unavailable};
 use crate::grpc::truncate;
+use crate::kubernetes::bounded;
 use crate::kubernetes::cbt_http::{
     self, PATH, Page, PageRequest, Problem, ProblemKind, SUBRESOURCE,
 };
@@ -248,7 +249,8 @@ fn bearer(headers: &HeaderMap) -> Result<&str, Problem> {
 
 /// Parses the body. The parser's message may quote secrets, so the error reports only the position.
 fn decode(body: &[u8]) -> Result<PageRequest, Problem> {
-    serde_json::from_slice(body).map_err(|error| {
+    bounded::parse(body).map(|parsed| parsed.value).map_err(|error| {
+        let error = error.error;
         let what = match error.classify() {
             serde_json::error::Category::Data => "is not a page request",
             _ => "is not JSON",

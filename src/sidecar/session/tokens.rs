@@ -109,7 +109,10 @@ impl Tokens {
         let failed = |error| Refusal::api("read SnapshotSessionData in its namespace", &error);
         let _turn = self.peers.turn(peer).await.map_err(failed)?;
         match in_time(self.lookup_api.get_opt(token.reveal())).await {
-            Ok(Some(session)) => Ok(Arc::new(session)),
+            Ok(Some(session)) => {
+                self.peers.known(peer);
+                Ok(Arc::new(session))
+            }
             Ok(None) => Err(invalid()),
             Err(error) => Err(failed(error)),
         }

@@ -4,6 +4,6 @@ mod deferral;
 mod opt_in;
 mod policy;
 mod read_only;
-mod rig;
+pub mod rig;
 mod service;
 mod undone;

@@ -119,8 +119,8 @@ fn hostile_reviews_are_handled_and_block_no_client() {
     assert!(wrong.contains("metadata.namespace"), "{wrong}");
     let none = posted(&rig, "/validate-pod", &review("Pod", Value::Null));
     assert!(none.contains("no pod"), "{none}");
-    // Many volumes with an invalid attribute, in a pod of the maximum size.
-    let volumes: Vec<_> = (0..5000)
+    // Many volumes with an invalid attribute, nearly as many as are read.
+    let volumes: Vec<_> = (0..2400)
         .map(|number| {
             let mut volume = rig.volume(json!({ "sise": number.to_string() }));
             volume["name"] = format!("v{number}").into();
@@ -165,5 +165,92 @@ fn abuse_of_the_webhooks_delays_no_review() {
     while_abused("admission", rig.served.port, rig.served.process.pid(), protocol, || {
         let answer = posted(&rig, "/validate-pod", "null");
         assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
+    });
+}
+
+/// A complete review of a new pod.
+fn review(spec: &Value) -> Value {
+    let kind = json!({ "group": "", "version": "v1", "kind": "Pod" });
+    json!({
+        "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+        "request": {
+            "uid": "u", "kind": kind, "name": "p", "namespace": "default", "operation": "CREATE",
+            "resource": { "group": "", "version": "v1", "resource": "pods" },
+            "userInfo": { "username": "eve" }, "oldObject": null, "dryRun": true,
+            "object": {
+                "apiVersion": "v1", "kind": "Pod",
+                "metadata": { "name": "p", "namespace": "default" }, "spec": spec,
+            },
+        },
+    })
+}
+
+#[test]
+fn a_pod_of_small_elements_takes_little_memory() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster, With::default());
+    let container = |field: &str| json!({ "containers": [{ "name": "c", field: "@" }] });
+    let attributes = json!({ "csi": { "driver": "d", "volumeAttributes": "@" } });
+    for path in ["/mutate-pod", "/validate-pod", "/mutate-deferral", "/validate-deferral"] {
+        for (spec, element, allowed) in [
+            (json!({ "volumes": "@" }), "{}", false),
+            (json!({ "containers": "@" }), "{}", false),
+            (json!({ "initContainers": "@" }), "{}", false),
+            (json!({ "ephemeralContainers": "@" }), "{}", false),
+            (container("volumeMounts"), "{}", false),
+            (container("volumeDevices"), "{}", false),
+            (json!({ "volumes": [attributes] }), "\"\":\"\"", false),
+            // These are not read.
+            (json!({ "tolerations": "@" }), "{}", true),
+            (container("env"), "{}", true),
+        ] {
+            let elements = vec![element; (3 << 20) / (element.len() + 1)].join(",");
+            let elements = match element.contains(':') {
+                // Keys must differ.
+                true => {
+                    let entries: Vec<_> =
+                        (0..250_000).map(|one| format!("\"{one}\":\"\"")).collect();
+                    format!("{{{}}}", entries.join(","))
+                }
+                false => format!("[{elements}]"),
+            };
+            let body = review(&spec).to_string().replace("\"@\"", &elements);
+            let answer = posted(&rig, path, &body);
+            assert!(answer.starts_with("HTTP/1.1 200"), "{path} {spec}: {answer}");
+            let expected = format!("\"allowed\":{allowed}");
+            assert!(answer.contains(&expected), "{path} {spec}: {answer}");
+            let named = spec.to_string().contains("volumeMounts");
+            assert!(!named || answer.contains("spec.containers[0].volumeMounts"), "{answer}");
+        }
+    }
+    let peak = support::abuse::peak(rig.served.process.pid());
+    println!("report: admission webhooks: peak of {} MiB with small elements", peak >> 20);
+    assert!(peak < 200 << 20, "{peak} bytes");
+}
+
+/// A complete review of a pod of the namespace `default` with 64 claims, which do not exist.
+fn with_claims(number: u64) -> String {
+    let volumes: Vec<_> = (0..64)
+        .map(|one| json!({ "name": format!("v{one}"), "persistentVolumeClaim": { "claimName": format!("c{number}-{one}") } }))
+        .collect();
+    let container = json!({ "name": "c", "image": "i" });
+    review(&json!({
+        "runtimeClassName": "microvm", "volumes": volumes, "containers": [container],
+    }))
+    .to_string()
+}
+
+#[test]
+#[ignore = "full tier"]
+fn a_flood_of_valid_claims_delays_no_review() {
+    let Some(cluster) = shared() else { return };
+    let policy = "deferral: [{storageClass: fast, runtimeClass: microvm}]";
+    let rate = ["--kube-api-qps", "50", "--kube-api-burst", "100"];
+    let rig = Rig::new(cluster, With { policy: Some(policy), flags: &rate, ..With::default() });
+    let flood = Protocol::Valid { path: "/mutate-deferral", body: with_claims, addresses: 8 };
+    while_abused("admission, valid", rig.served.port, rig.served.process.pid(), flood, || {
+        let answer = posted(&rig, "/mutate-deferral", &with_claims(u64::MAX));
+        // The first claim is looked up.
+        assert!(answer.contains("does not exist in the namespace"), "{answer}");
     });
 }

@@ -4,14 +4,13 @@ use std::time::Duration;
 use support::cluster::shared;
 
 use axum::Router;
-use csi_loopback::kubernetes::admission::{Allowed, Refusal, Set, Webhook};
+use csi_loopback::kubernetes::admission::{Allowed, Refusal, ReviewRequest, Set, Webhook};
 use csi_loopback::kubernetes::https::{self, Bounds, Limits, refuse_in_text};
+use csi_loopback::kubernetes::pod::Pod;
 use csi_loopback::kubernetes::tls::{self, Certificates};
 use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
-use k8s_openapi::api::core::v1::Pod;
-use kube::core::admission::AdmissionRequest;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -50,7 +49,7 @@ impl<'a> Undoing<'a> {
         let (certificates, _) =
             Certificates::from_files(&certificate.file, &certificate.key).unwrap();
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
-        let judge = |_: AdmissionRequest<Pod>| async { Ok::<_, Refusal>(undo()) };
+        let judge = |_: ReviewRequest<Pod>| async { Ok::<_, Refusal>(undo()) };
         let routes = Router::new().route("/", Webhook::of::<Pod>(LIMITS.request).route(judge));
         let routes = Bounds::new(LIMITS, "test").around(routes, refuse_in_text);
         let (phase, shutdown) = Shutdown::manual();

@@ -4,5 +4,5 @@ mod commands;
 mod expiry;
 mod failures;
 mod life;
-mod rig;
+pub mod rig;
 mod several;

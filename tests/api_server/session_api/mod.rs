@@ -7,7 +7,7 @@ mod commands;
 mod load;
 mod older_driver;
 mod provoked;
-mod rig;
+pub mod rig;
 mod rows;
 mod safety;
 mod tokens;

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use support::cluster::shared;
 
-use support::abuse::{JUNK_TOKENS, Protocol, assert_revoked, while_abused};
+use support::abuse::{JUNK_TOKENS, Protocol, assert_revoked, junk_tokens, while_abused};
 use tonic::Code;
 
 use support::cluster::sidecar_rig::{AUDIENCE, MetadataRequest, Options, Rig};
@@ -117,6 +117,23 @@ fn abuse_of_the_grpc_port_delays_no_other_client() {
     let omitted = lines.lines().filter(|line| line.contains("omitted=")).count();
     println!("report: sidecar: {refused} log lines of junk tokens, {omitted} with omitted ones");
     assert!(refused < 600, "{refused} lines");
+}
+
+#[test]
+#[ignore = "full tier"]
+fn junk_tokens_of_many_addresses_delay_no_other_client() {
+    let Some(cluster) = shared() else { return };
+    // The default rate.
+    let flags = ["--kube-api-qps", "50", "--kube-api-burst", "100", "--review-cache-ttl", "0s"];
+    let rig = Rig::with(cluster, Options { sidecar: &flags, ..Options::default() });
+    rig.write(1, [1]);
+    rig.snapshot("first");
+    // The client is known: its valid tokens come first.
+    rig.extents(rig.allocated("first"));
+    let process = rig.sidecar.process.pid();
+    while_abused("sidecar, 36 addresses", rig.sidecar.port, process, junk_tokens(36), || {
+        rig.extents(rig.allocated("first"));
+    });
 }
 
 #[test]

@@ -19,7 +19,8 @@ fn run(rig: &Rig<'_>, name: &str, claim: &str) -> CreatedPod {
 /// Whether the webhooks defer the claim of such a pod.
 fn is_deferred(rig: &Rig<'_>) -> bool {
     let tried = rig.dry_run_with("tried", &[rig.claimed("data")], &demanding(&rig.class, "data"));
-    defer_annotation::names(&tried.unwrap()).contains("data")
+    let tried = serde_json::to_value(tried.unwrap()).unwrap();
+    defer_annotation::names(&serde_json::from_value(tried).unwrap()).contains("data")
 }
 
 fn change(rig: &Rig<'_>, webhooks: &Webhooks, entries: &[Value], deferred: bool) {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use support::cluster::shared;
 
 use csi_loopback::kubernetes::defer_annotation;
-use k8s_openapi::api::core::v1::Pod;
+use csi_loopback::kubernetes::pod::Pod;
 use serde_json::{Value, json};
 
 use super::pods::{are_known, only};
@@ -260,8 +260,7 @@ fn the_pod_of_examples_node_proxy_opts_in_by_its_annotation() {
     let pod: Pod = serde_json::from_value(only(&all, "Pod").clone()).unwrap();
     assert_eq!(defer_annotation::problem(&pod, None), None);
     let (names, spec) = (defer_annotation::names(&pod), pod.spec.clone().unwrap());
-    let volumes: BTreeSet<_> =
-        spec.volumes.iter().flatten().map(|volume| volume.name.as_str()).collect();
+    let volumes: BTreeSet<_> = spec.volumes.iter().map(|volume| volume.name.as_str()).collect();
     assert_eq!(names, volumes, "a claim, a generic ephemeral and an inline volume");
     assert_eq!(
         spec.runtime_class_name.as_deref(),
@@ -271,10 +270,7 @@ fn the_pod_of_examples_node_proxy_opts_in_by_its_annotation() {
     let class = named(&base, "StorageClass", "csi-loopback");
     let claim = only(&all, "PersistentVolumeClaim");
     assert_eq!(claim["spec"]["storageClassName"], class["metadata"]["name"]);
-    let template = spec
-        .volumes
-        .iter()
-        .flatten()
-        .find_map(|volume| volume.ephemeral.clone()?.volume_claim_template);
+    let template =
+        spec.volumes.iter().find_map(|volume| volume.ephemeral.clone()?.volume_claim_template);
     assert_eq!(template.unwrap().spec.storage_class_name.as_deref(), Some("csi-loopback"));
 }

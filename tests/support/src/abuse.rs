@@ -1,5 +1,5 @@
-//! A client that abuses a listener of this machine from an address of its own (127.0.0.2), for a
-//! bounded time and with a bounded number of connections, while a well-behaved client calls it.
+//! Clients that abuse a listener of this machine from addresses of their own (127.0.0.2 and up), for
+//! a bounded time and with a bounded number of connections, while a well-behaved client calls it.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -38,15 +38,21 @@ pub enum Protocol {
     Http,
     /// HTTPS with bodies of up to `body` bytes at `path`; `headers` end with a line break.
     Https { path: String, headers: String, body: usize },
-    /// gRPC over TLS; messages of `call` hold a junk token.
-    Grpc { method: &'static str, call: fn(u64) -> Vec<u8> },
+    /// gRPC over TLS from `addresses` addresses; messages of `call` hold a junk token.
+    Grpc { method: &'static str, call: fn(u64) -> Vec<u8>, addresses: u8 },
+    /// HTTPS with complete, valid requests from `addresses` addresses, each connection one after
+    /// the other. `body` is called with a number that is unique.
+    Valid { path: &'static str, body: fn(u64) -> String, addresses: u8 },
 }
 
 /// Calls of a sidecar with tokens that no authority has signed.
-pub const JUNK_TOKENS: Protocol = Protocol::Grpc {
-    method: "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated",
-    call: junk,
-};
+pub const JUNK_TOKENS: Protocol = junk_tokens(1);
+
+/// The same from this number of addresses.
+pub const fn junk_tokens(addresses: u8) -> Protocol {
+    let method = "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated";
+    Protocol::Grpc { method, call: junk, addresses }
+}
 
 fn junk(number: u64) -> Vec<u8> {
     let token = format!("junk.{number}.{}", "x".repeat(500));
@@ -142,11 +148,19 @@ pub fn assert_revoked(metrics: &str, listener: &str, share: &str) {
 
 /// One connection of the abuse, of a kind that depends on its number.
 async fn abuse(port: u16, number: u64, protocol: &Protocol) -> std::io::Result<()> {
-    let mut stream = connect(port).await?;
+    let addresses = match protocol {
+        Protocol::Grpc { addresses, .. } | Protocol::Valid { addresses, .. } => *addresses,
+        Protocol::Http | Protocol::Https { .. } => 1,
+    };
+    let mut stream = connect(port, number % u64::from(addresses)).await?;
+    if let Protocol::Valid { path, body, .. } = protocol {
+        return valid(tls(stream, b"http/1.1").await?, path, *body, number).await;
+    }
     match (number % 10, protocol) {
         // Silent, from before the handshake or the request.
         (0..4, _) => {}
         (4, Protocol::Http) => stream.write_all(b"GET /metrics HTTP/1.1\r\nX: ").await?,
+        (_, Protocol::Valid { .. }) => {}
         (_, Protocol::Http) => drip(&mut stream, b"GET /").await?,
         // Half a ClientHello.
         (4, _) => stream.write_all(&[22, 3, 1, 2, 0, 1]).await?,
@@ -172,7 +186,7 @@ async fn abuse(port: u16, number: u64, protocol: &Protocol) -> std::io::Result<(
             }
             return hold(stream).await;
         }
-        (kind, Protocol::Grpc { method, call }) => {
+        (kind, Protocol::Grpc { method, call, .. }) => {
             let stream = tls(stream, b"h2").await?;
             return match kind {
                 5 => hold(stream).await,
@@ -186,6 +200,28 @@ async fn abuse(port: u16, number: u64, protocol: &Protocol) -> std::io::Result<(
         }
     }
     hold(stream).await
+}
+
+/// Sends valid requests until the server closes the connection.
+async fn valid(
+    mut stream: TlsStream<TcpStream>,
+    path: &str,
+    body: fn(u64) -> String,
+    number: u64,
+) -> std::io::Result<()> {
+    for one in 0.. {
+        let body = body(number * 1_000_000 + one);
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await?;
+        stream.write_all(body.as_bytes()).await?;
+        if stream.read(&mut [0; 16 << 10]).await? == 0 {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Calls on one connection: unfinished messages of the maximum size, and junk tokens, whose answers
@@ -230,9 +266,10 @@ fn framed(message: &[u8], more: usize) -> Bytes {
     [&[0], &length.to_be_bytes()[..], message].concat().into()
 }
 
-async fn connect(port: u16) -> std::io::Result<TcpStream> {
+async fn connect(port: u16, client: u64) -> std::io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
-    socket.bind(SocketAddr::from(([127, 0, 0, 2], 0)))?;
+    let last = u8::try_from(client + 2).map_err(std::io::Error::other)?;
+    socket.bind(SocketAddr::from(([127, 0, 0, last], 0)))?;
     socket.connect(SocketAddr::from(([127, 0, 0, 1], port))).await
 }
 
@@ -307,7 +344,16 @@ impl ServerCertVerifier for AnyServer {
 
 /// The resident memory of a process in bytes.
 pub fn resident(process: Pid) -> u64 {
+    memory(process, "VmRSS:")
+}
+
+/// The highest resident memory of a process so far, in bytes.
+pub fn peak(process: Pid) -> u64 {
+    memory(process, "VmHWM:")
+}
+
+fn memory(process: Pid, field: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }

@@ -52,6 +52,8 @@ pub struct With<'s> {
     pub certificate: Option<[&'s str; 4]>,
     /// Without the mutating webhooks.
     pub without_mutating: bool,
+    /// Address of the API server for the webhooks, if not the default.
+    pub server: Option<&'s str>,
 }
 
 /// The webhooks for a driver, in a separate namespace and with minimal rights.
@@ -71,7 +73,10 @@ impl Webhooks {
         let (home, configuration) = (cluster.namespace("webhooks"), cluster.unique("inline"));
         let account = cluster.account(&home, "webhooks");
         let role = cluster.grant(&account, &admission_rules(&driver, &configuration));
-        let kubeconfig = cluster.kubeconfig_of(&account);
+        let kubeconfig = match with.server {
+            Some(server) => cluster.kubeconfig_at(server, &account),
+            None => cluster.kubeconfig_of(&account),
+        };
         if let Some(policy) = with.policy {
             set_policy(cluster, &home, policy);
         }
@@ -84,8 +89,10 @@ impl Webhooks {
             .args(["--webhook-configuration", &configuration])
             .args(["--port", &port.to_string()])
             .args(["--http-endpoint", &format!("127.0.0.1:{http_port}")])
-            .args(["--kube-api-qps", "1000", "--kube-api-burst", "1000"])
             .args(with.flags);
+        if !with.flags.contains(&"--kube-api-qps") {
+            command.args(["--kube-api-qps", "1000", "--kube-api-burst", "1000"]);
+        }
         match with.certificate {
             Some(flags) => command.args(flags),
             None => command.args(["--self-signed", "--service-address", &address]),

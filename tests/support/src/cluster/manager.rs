@@ -71,8 +71,10 @@ pub fn spawn_with_certificate(
         .args(["--port", &port.to_string()])
         .args(["--http-endpoint", &format!("127.0.0.1:{http_port}")])
         .args(certificate)
-        .args(["--kube-api-qps", "1000", "--kube-api-burst", "1000"])
         .args(start.flags);
+    if !start.flags.contains(&"--kube-api-qps") {
+        command.args(["--kube-api-qps", "1000", "--kube-api-burst", "1000"]);
+    }
     if let Some(ahead) = start.ahead {
         // Only the time of day, not the monotonic clock of timers.
         command

@@ -1,5 +1,5 @@
 //! A TCP proxy for the API server: it forwards connections with their TLS, counts them, and can
-//! refuse or hang them.
+//! refuse, hang or freeze them.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -30,6 +30,8 @@ pub enum Way {
 pub struct Proxy {
     port: u16,
     way: watch::Sender<Way>,
+    /// The number of freezes so far.
+    frozen: watch::Sender<usize>,
     /// The state that the acceptor has reached.
     reached: watch::Receiver<Way>,
     connections: Arc<AtomicUsize>,
@@ -46,6 +48,12 @@ impl Proxy {
     /// Number of accepted connections.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
+    }
+
+    /// From now on, existing connections forward nothing and never end; new ones work. So it is
+    /// after a firewall or load balancer has lost its state.
+    pub fn freeze(&self) {
+        self.frozen.send_modify(|count| *count += 1);
     }
 
     /// Number of open connections.
@@ -68,10 +76,11 @@ impl Cluster {
         let port = free_port();
         let (way, wanted) = watch::channel(Way::Open);
         let (reach, reached) = watch::channel(Way::Refused);
+        let (frozen, freezes) = watch::channel(0);
         let (connections, open) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
         let counts = (Arc::clone(&connections), Arc::clone(&open));
-        let acceptor = self.runtime.spawn(accept(port, target, wanted, reach, counts));
-        let proxy = Proxy { port, way, reached, connections, open, acceptor };
+        let acceptor = self.runtime.spawn(accept(port, target, (wanted, freezes), reach, counts));
+        let proxy = Proxy { port, way, frozen, reached, connections, open, acceptor };
         self.turn(&proxy, Way::Open);
         proxy
     }
@@ -93,7 +102,7 @@ impl Cluster {
 async fn accept(
     port: u16,
     target: SocketAddr,
-    mut wanted: watch::Receiver<Way>,
+    (mut wanted, freezes): (watch::Receiver<Way>, watch::Receiver<usize>),
     reach: watch::Sender<Way>,
     (connections, open): (Arc<AtomicUsize>, Arc<AtomicUsize>),
 ) {
@@ -116,8 +125,8 @@ async fn accept(
                     let (near, _) = accepted.unwrap();
                     connections.fetch_add(1, Ordering::SeqCst);
                     let one = Open::new(&open);
-                    let wanted = wanted.clone();
-                    served.spawn(async move { forward(near, target, wanted).await; drop(one) });
+                    let states = (wanted.clone(), freezes.clone());
+                    served.spawn(async move { forward(near, target, states).await; drop(one) });
                 }
                 changed = wanted.changed() => if changed.is_err() { return },
             }
@@ -143,23 +152,49 @@ impl Drop for Open {
     }
 }
 
-async fn forward(near: TcpStream, target: SocketAddr, mut wanted: watch::Receiver<Way>) {
+async fn forward(
+    near: TcpStream,
+    target: SocketAddr,
+    (mut wanted, freezes): (watch::Receiver<Way>, watch::Receiver<usize>),
+) {
+    let since = *freezes.borrow();
+    let gate = Gate { way: wanted.clone(), freezes, since };
     if wanted.wait_for(|way| *way == Way::Open).await.is_err() {
         return;
     }
     let Ok(far) = TcpStream::connect(target).await else { return };
     let (near, far) = (near.into_split(), far.into_split());
-    tokio::join!(pump(near.0, far.1, wanted.clone()), pump(far.0, near.1, wanted));
+    tokio::join!(pump(near.0, far.1, gate.clone()), pump(far.0, near.1, gate));
 }
 
-async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut wanted: watch::Receiver<Way>) {
+/// Whether a connection forwards data.
+#[derive(Clone)]
+struct Gate {
+    way: watch::Receiver<Way>,
+    freezes: watch::Receiver<usize>,
+    /// The freezes before the connection.
+    since: usize,
+}
+
+impl Gate {
+    /// Waits until data may pass. Returns false if the proxy has ended.
+    async fn pass(&mut self) -> bool {
+        if *self.freezes.borrow() != self.since {
+            std::future::pending::<()>().await;
+        }
+        self.way.wait_for(|way| *way == Way::Open).await.is_ok()
+    }
+}
+
+async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut gate: Gate) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(count @ 1..) = from.read(&mut buffer).await {
-        if wanted.wait_for(|way| *way == Way::Open).await.is_err()
-            || to.write_all(&buffer[..count]).await.is_err()
-        {
+        if !gate.pass().await || to.write_all(&buffer[..count]).await.is_err() {
             return;
         }
     }
-    let _ = to.shutdown().await;
+    // A frozen path delivers no end either.
+    if gate.pass().await {
+        let _ = to.shutdown().await;
+    }
 }

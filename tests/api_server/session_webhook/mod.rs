@@ -1,6 +1,8 @@
 //! The session manager's webhook, called by a real API server: who may create a request, what is
 //! refused and with which message, and how the API server comes to trust the webhook.
 
+mod abuse;
+
 use support::cluster::shared;
 
 use std::time::{Duration, Instant};
@@ -13,12 +15,10 @@ use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding};
 use kube::api::PostParams;
 use kube::{Api, Client};
 use serde_json::{Value, json};
-use support::abuse::{Protocol, assert_revoked, while_abused};
 use support::cluster::Cluster;
 use support::cluster::access::{Account, rule};
 use support::cluster::manager::{self, Start, manager_rules};
 use support::cluster::programs::{Served, free_port};
-use support::cluster::sidecar::http;
 use support::cluster::tls::{Authority, connect};
 use support::path;
 use tempfile::TempDir;
@@ -453,103 +453,4 @@ fn a_provided_certificate_keeps_the_ca_bundle() {
     let fields = rig.found().unwrap().metadata.managed_fields.unwrap_or_default();
     let managers: Vec<_> = fields.into_iter().filter_map(|field| field.manager).collect();
     assert!(!managers.iter().any(|name| name.contains("session-manager")), "{managers:?}");
-}
-
-#[test]
-#[ignore = "full tier"]
-fn garbage_and_slow_clients_block_no_other_client() {
-    let Some(cluster) = shared() else { return };
-    let mut rig = Rig::new(cluster);
-    let (port, pem) = (rig.manager.port, rig.ca_bundle().unwrap());
-    let answer = |sent: String| {
-        cluster.block_on(async {
-            let mut stream = connect(port, &pem).await;
-            // The request may be refused before it is sent completely.
-            let _ = stream.write_all(sent.as_bytes()).await;
-            let mut answer = Vec::new();
-            let _ = stream.read_to_end(&mut answer).await;
-            String::from_utf8_lossy(&answer).into_owned()
-        })
-    };
-    let post = |body: &str| {
-        let length = body.len();
-        format!(
-            "POST /validate-snapshotsessionrequest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
-             Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
-        )
-    };
-    let deep = "[".repeat(1 << 20);
-    for (sent, code) in [
-        (post(""), 400),
-        (post("nonsense"), 400),
-        (post("\u{0}\u{1}"), 400),
-        (post(&deep), 400),
-        (
-            post(r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}}"#),
-            400,
-        ),
-        (post(&" ".repeat(4 << 20)), 413),
-        (
-            "GET /validate-snapshotsessionrequest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-                .into(),
-            405,
-        ),
-        (
-            "POST /other HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-                .into(),
-            404,
-        ),
-        (format!("GET / HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(64 << 10)), 431),
-        ("nonsense\r\n\r\n".into(), 400),
-    ] {
-        let begin: String = sent.chars().take(60).collect();
-        let answer = answer(sent);
-        assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{begin:?}: {answer:?}");
-    }
-    // Silent clients, and clients that send half a head or half a body.
-    let whole = post(&"x".repeat(1000));
-    let mut slow = Vec::new();
-    for sent in ["", &whole[..40], &whole[..whole.len() - 500]].repeat(40) {
-        slow.push(cluster.block_on(async {
-            let mut stream = connect(port, &pem).await;
-            stream.write_all(sent.as_bytes()).await.unwrap();
-            stream
-        }));
-    }
-    let started = Instant::now();
-    rig.ask(&cluster.client(), &["monday"], false).unwrap();
-    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
-    // Their connections are closed.
-    let mut ends = Vec::new();
-    for mut stream in slow {
-        let mut answer = Vec::new();
-        let gone = cluster.block_on(async {
-            tokio::time::timeout(Duration::from_secs(30), stream.read_to_end(&mut answer)).await
-        });
-        assert!(gone.is_ok(), "a slow client is kept for ever");
-        ends.push(String::from_utf8_lossy(&answer).chars().take(12).collect::<String>());
-    }
-    assert!(ends.iter().any(|end| end == "HTTP/1.1 408"), "{ends:?}");
-    assert!(rig.manager.process.ended().is_none());
-    let log = rig.manager.process.log();
-    assert!(!log.contains("panic"), "{log}");
-}
-
-#[test]
-#[ignore = "full tier"]
-fn abuse_of_the_webhook_delays_no_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    let protocol = Protocol::Https {
-        path: "/validate-snapshotsessionrequest".into(),
-        headers: String::new(),
-        body: 3 << 20,
-    };
-    let client = cluster.client();
-    while_abused("webhook", rig.manager.port, rig.manager.process.pid(), protocol, || {
-        rig.ask(&client, &["monday"], true).unwrap();
-    });
-    let metrics = http(&rig.manager, "/metrics");
-    assert_revoked(&metrics, "webhook", "handshake");
-    assert_revoked(&metrics, "webhook", "body");
 }

@@ -12,7 +12,9 @@ use super::driver_discovery::DriverDiscovery;
 use super::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
 use super::pod::Pod;
 use super::session::{SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest};
-use super::snapshot::{DEFAULT_CLASS, VolumeSnapshot, VolumeSnapshotClass, VolumeSnapshotContent};
+use super::snapshot::{
+    CHANGE_ID, DEFAULT_CLASS, VolumeSnapshot, VolumeSnapshotClass, VolumeSnapshotContent,
+};
 use crate::grpc::truncate;
 
 /// Annotations of a VolumeSnapshotContent by the snapshot-controller that name the Secret of its
@@ -37,6 +39,8 @@ pub const PROFILE: &str = "security.openshift.io/csi-ephemeral-volume-profile";
 
 /// Maximum bytes of the name of an object.
 const MAX_NAME: usize = 253;
+/// Maximum bytes of an id of a driver. CSI allows 128.
+const MAX_ID: usize = 512;
 /// Maximum bytes of an error of another controller.
 const MAX_ERROR: usize = 1024;
 
@@ -76,7 +80,10 @@ fn keep_name(name: &mut Option<String>) {
 
 impl Cached for VolumeSnapshot {
     fn shrink(&mut self) {
-        keep(&mut self.metadata, &[], &[]);
+        keep(&mut self.metadata, &[CHANGE_ID], &[]);
+        if let Some(annotations) = &mut self.metadata.annotations {
+            annotations.retain(|_, id| id.len() <= MAX_ID);
+        }
         self.spec.source = Default::default();
         keep_name(&mut self.spec.volume_snapshot_class_name);
         let status = self.status.as_mut();
@@ -216,7 +223,7 @@ mod tests {
         let snapshot = json!({ "spec": spec, "status": status });
         let requested = json!({ "spec": { "snapshots": ["a"] } });
         let sizes = [
-            ("VolumeSnapshot", size::<VolumeSnapshot>(snapshot, &[])),
+            ("VolumeSnapshot", size::<VolumeSnapshot>(snapshot, &[CHANGE_ID])),
             ("SnapshotSessionRequest", size::<SnapshotSessionRequest>(requested, &[])),
             (
                 "metadata of requests",

@@ -22,7 +22,7 @@ pub const DEFAULT_CLASS: &str = "snapshot.storage.kubernetes.io/is-default-class
 
 /// Annotation of a VolumeSnapshot whose value its driver, vSphere's, takes as the base of a delta
 /// instead of the snapshot's handle.
-const CHANGE_ID: &str = "csi.vsphere.volume/change-id";
+pub const CHANGE_ID: &str = "csi.vsphere.volume/change-id";
 
 /// A user's request for a snapshot, and its status.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]

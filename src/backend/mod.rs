@@ -88,7 +88,7 @@ pub use error::{Error, Kind, Result};
 pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
-pub use loop_device::attached_loop_devices;
+pub use loop_device::{attached_loop_devices, twins_of_loop_device};
 pub use model::*;
 pub use pool::{
     ImageStatus, MAX_BLOCK_SIZE as MAX_POOL_BLOCK_SIZE, PoolChoice, PoolKind, PoolStatus,

@@ -27,7 +27,7 @@ use super::sector::SectorSize;
 use super::sys;
 use super::units::BLOCK_SIZE;
 
-pub use named::attached_loop_devices;
+pub use named::{attached_loop_devices, twins_of_loop_device};
 
 const CONTROL: &str = "/dev/loop-control";
 const LOOP_MAJOR: u64 = 7;

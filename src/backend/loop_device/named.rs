@@ -6,6 +6,7 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use linux_raw_sys::loop_device::LO_FLAGS_READ_ONLY;
 use nix::sys::stat::{major, minor};
 
 use super::super::error::{Context, Result};
@@ -30,6 +31,21 @@ pub fn attached_loop_devices(backing: &File) -> Result<Vec<PathBuf>> {
             || device.status().is_some_and(|info| Identity::of_status(&info) == identity)
     });
     Ok(devices.into_iter().map(|device| device.path).collect())
+}
+
+/// The paths of the other writable loop devices with the backing file of this one. Each has a page
+/// cache of its own. Empty if it is no loop device.
+pub fn twins_of_loop_device(device: &File) -> Result<Vec<PathBuf>> {
+    let Ok(own) = sys::loop_status(device) else { return Ok(Vec::new()) };
+    let mut twins = LoopDevice::all()?;
+    twins.retain(|twin| {
+        twin.number != own.lo_number
+            && twin.status().is_some_and(|info| {
+                Identity::of_status(&info) == Identity::of_status(&own)
+                    && info.lo_flags & LO_FLAGS_READ_ONLY as u32 == 0
+            })
+    });
+    Ok(twins.into_iter().map(|twin| twin.path).collect())
 }
 
 /// A device and the id in the name of its backing file.

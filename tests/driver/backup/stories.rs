@@ -105,7 +105,15 @@ fn a_target_that_is_in_use_is_never_overwritten() {
         driver.with_device(&volume, |device| {
             let upper = Device::attach(device, &[]);
             refuse(device, upper.path());
+            drop(upper);
+            let open = File::options().write(true).open(device).unwrap();
+            refuse(device, "is open for writing in process");
+            drop(open);
         });
+        // A device whose file is attached twice.
+        let twins = [(); 2].map(|()| Device::attach(&image, &[]));
+        refuse(Path::new(twins[0].path()), twins[1].path());
+        drop(twins);
         // Files of the pool, whether they exist or not.
         let pool = driver.data_dir();
         for file in [pool.join("pool.img"), pool.join("new"), pool.join("a/b")] {

@@ -173,6 +173,18 @@ pub enum BackupCommand {
         #[command(flatten)]
         repository: RepositoryArgs,
     },
+    /// Show a backup as a read-only image file until it is unmounted or interrupted
+    #[command(after_help = "Example:
+  csi-loopback backup mount tuesday /mnt/backup --repository /backups")]
+    Mount {
+        /// Id, the beginning of one, or snapshot
+        backup: String,
+        /// Empty directory, which gets the file `image`
+        #[arg(value_name = "DIR", conflicts_with = "namespace")]
+        directory: PathBuf,
+        #[command(flatten)]
+        repository: RepositoryArgs,
+    },
     /// Remove backups that no rule keeps and no kept backup needs
     #[command(after_help = "Example:
   csi-loopback backup prune --repository /backups --keep-daily 7 --keep-monthly 12 --dry-run")]
@@ -266,13 +278,13 @@ pub struct NewKey {
 
 impl BackupCommand {
     /// The same command for a mover pod, without its repositories: `None` for `create`, whose pod
-    /// has other arguments.
+    /// has other arguments, and for `mount`, which needs none.
     pub fn for_pod(&self) -> Option<ForPod<'_>> {
         let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
         let mut args: Vec<String> = words(&["backup"]);
         let (mut copy_to, mut new_key) = (None, None);
         let repository = match self {
-            Self::Create(_) => return None,
+            Self::Create(_) | Self::Mount { .. } => return None,
             Self::List { repository, volume } => {
                 args.push("list".to_owned());
                 args.extend(volume.as_ref().map(|volume| format!("--volume={volume}")));
@@ -353,6 +365,7 @@ fn set(text: &str) -> Result<Group, String> {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   csi-loopback restore tuesday --repository /backups --to /dev/vdb
+  csi-loopback restore monday --repository /backups --to /dev/vdb --from tuesday
   csi-loopback restore tuesday --repository /backups --to - >image
   csi-loopback restore tuesday --repository /backups --to-volume restored
   csi-loopback restore nightly --namespace shop --repository claim:backups --to-claim restored
@@ -384,6 +397,14 @@ pub struct RestoreArgs {
     /// Restore all members of a set
     #[arg(long)]
     pub group: bool,
+    /// Backup that the device holds, apart from later changes: write only what differs
+    #[arg(
+        long,
+        value_name = "BACKUP",
+        requires = "to",
+        conflicts_with_all = ["group", "resume", "overwrite"]
+    )]
+    pub from: Option<String>,
     /// Write only what the target does not hold yet, after an interrupted restore
     #[arg(long, conflicts_with = "to_volume")]
     pub resume: bool,

@@ -19,10 +19,12 @@ mod create;
 mod document;
 mod failure;
 mod group;
+mod in_place;
 pub mod listing;
 mod manage;
 mod manifest;
 mod merge;
+mod mount;
 mod mover;
 mod origin;
 mod protocol;
@@ -132,6 +134,9 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
         }
         BackupCommand::Verify { backups, repository } => {
             manage::verify(&options, &stop, &read(&repository).await?, &backups).await
+        }
+        BackupCommand::Mount { backup, directory, repository } => {
+            mount::run(&options, &stop, &read(&repository).await?, &backup, &directory).await
         }
         BackupCommand::Prune { repository, rules, dry_run } => {
             let access = if dry_run { Access::Read } else { Access::Change };

@@ -1,5 +1,6 @@
 //! `restore`: a backup and its chain, written to a device or a file. Each byte is written once,
-//! from the newest backup that has it, after its chunk was verified.
+//! from the newest backup that has it, after its chunk was verified. [`Reader`] has the chunks for
+//! other uses, too.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -14,12 +15,13 @@ use super::copying::parallel;
 use super::document::Hash;
 use super::failure::Failure;
 use super::manifest::{BackupId, Manifest};
-use super::merge::{Content, Merge, Place, Run};
-use super::repository::Repository;
+use super::merge::{Changes, Content, Merge, Place, Run};
+use super::repository::{Repository, names};
 use super::target::Target;
 use crate::backend::Extent;
 use crate::client::progress;
 use crate::client::stop::Stop;
+use crate::fail_point::hit;
 
 /// Runs that are written together, at most.
 const RUNS: usize = 4096;
@@ -33,87 +35,112 @@ pub struct Restored {
 }
 
 /// A restore under way.
-pub struct Restore<'r> {
-    repository: &'r Repository,
-    chain: &'r [Manifest],
-    reader: Reader<'r>,
+pub struct Restore {
+    merge: Merge,
+    reader: Reader,
     target: Arc<Target>,
-    /// Whether to compare chunks with what the target holds.
-    resume: bool,
+    kept: Kept,
     done: Restored,
 }
 
-/// Reads the chunks of a chain.
-struct Reader<'r> {
-    repository: &'r Repository,
-    /// By the attempt that wrote the chunks.
-    coders: HashMap<BackupId, Coder>,
-    /// Of the last window: the next one often continues with them.
-    chunks: Chunks,
+/// What is not written, because the target holds it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    /// Everything is written.
+    Nothing,
+    /// Chunks, which are compared by their hashes and not fetched.
+    Chunks,
+    /// Blocks.
+    Blocks,
 }
 
-type Chunks = HashMap<Key, Arc<Vec<u8>>>;
+/// Reads the chunks of a chain.
+pub struct Reader {
+    repository: Repository,
+    /// By the attempt that wrote the chunks.
+    coders: HashMap<BackupId, Coder>,
+    pub chunks: Chunks,
+    /// Chunks to keep besides those of the last window, which the next one often continues with.
+    room: usize,
+}
+
+pub type Chunks = HashMap<Key, Arc<Vec<u8>>>;
 
 /// A chunk, by layer, page, and where it is in the pack.
-type Key = (usize, u32, u64);
+pub type Key = (usize, u32, u64);
 
 fn key(place: &Place) -> Key {
     (place.layer, place.page, place.chunk.at)
 }
 
-impl<'r> Restore<'r> {
+impl Restore {
     /// `chain`: newest first. `resume`: what the target holds already is not written again.
     pub fn new(
-        repository: &'r Repository,
-        chain: &'r [Manifest],
+        repository: &Repository,
+        chain: &[Manifest],
         target: Target,
         resume: bool,
     ) -> Result<Self> {
-        Ok(Self {
-            repository,
-            chain,
-            reader: Reader::new(repository, chain)?,
-            resume: resume && !target.is_fresh,
-            target: Arc::new(target),
-            done: Restored::default(),
-        })
+        let kept = if resume && !target.is_fresh { Kept::Chunks } else { Kept::Nothing };
+        let merge = Merge::new(repository, chain, target.size);
+        Self::with(repository, chain, target, merge, kept)
     }
 
-    /// Writes all of the volume, and syncs the target.
+    /// To a target that holds the backup of another chain, apart from `changes`.
+    pub fn in_place(
+        repository: &Repository,
+        chain: &[Manifest],
+        target: Target,
+        held: &[Manifest],
+        changes: Changes,
+    ) -> Result<Self> {
+        let merge = Merge::differing(repository, chain, target.size, held, changes);
+        Self::with(repository, chain, target, merge, Kept::Blocks)
+    }
+
+    fn with(
+        repository: &Repository,
+        chain: &[Manifest],
+        target: Target,
+        merge: Merge,
+        kept: Kept,
+    ) -> Result<Self> {
+        let reader = Reader::new(repository, chain, 0)?;
+        Ok(Self { merge, reader, target: Arc::new(target), kept, done: Restored::default() })
+    }
+
+    /// Writes what the merge has, and syncs the target.
     pub async fn run(mut self, stop: &Stop) -> Result<Restored> {
-        let capacity = self.chain.first().map_or(0, |newest| newest.subject.capacity_bytes);
-        let mut merge = Merge::new(self.repository, self.chain);
         loop {
             stop.check()?;
-            let window = stop.wait(window(&mut merge)).await?;
+            let window = stop.wait(window(&mut self.merge)).await?;
             let Some(last) = window.last() else { break };
             let end = last.extent.end();
             self.write(window, stop).await?;
-            progress::report_data(self.done.written_bytes + self.done.kept_bytes, end, capacity);
+            hit("restore.written")?;
+            let done = self.done.written_bytes + self.done.kept_bytes;
+            progress::report_data(done, end, self.target.size);
         }
         let target = Arc::clone(&self.target);
-        let rest = Extent { offset: capacity, length: target.size - capacity };
-        // Of a fresh target there is no rest: it has the size of the volume.
-        blocking(move || {
-            target.zero(rest)?;
-            target.sync()
-        })
-        .await?;
+        blocking(move || target.sync()).await?;
         Ok(self.done)
     }
 
     async fn write(&mut self, window: Vec<Run>, stop: &Stop) -> Result<()> {
         let (window, kept) = self.without_kept(window).await?;
-        self.done.kept_bytes += kept;
         stop.wait(self.reader.fetch(&window)).await?;
         let (target, chunks) = (Arc::clone(&self.target), self.reader.chunks.clone());
-        self.done.written_bytes += blocking(move || write_runs(&target, &window, &chunks)).await?;
+        let compare = self.kept == Kept::Blocks;
+        let (written, same) =
+            blocking(move || write_runs(&target, &window, &chunks, compare)).await?;
+        self.done.written_bytes += written;
+        self.done.kept_bytes += kept + same;
         Ok(())
     }
 
     /// The runs without those whose bytes the target holds, and how many bytes that are.
     async fn without_kept(&self, window: Vec<Run>) -> Result<(Vec<Run>, u64)> {
-        if !self.resume {
+        if self.kept != Kept::Chunks {
             return Ok((window, 0));
         }
         let target = Arc::clone(&self.target);
@@ -143,22 +170,25 @@ impl<'r> Restore<'r> {
     }
 }
 
-impl<'r> Reader<'r> {
-    fn new(repository: &'r Repository, chain: &[Manifest]) -> Result<Self> {
+impl Reader {
+    pub fn new(repository: &Repository, chain: &[Manifest], room: usize) -> Result<Self> {
         let attempts = chain.iter().flat_map(|one| &one.parts).map(|part| &part.attempt);
         let coders = attempts.map(|id| Ok((id.clone(), repository.coder(id)?)));
-        Ok(Self { repository, coders: coders.collect::<Result<_>>()?, chunks: HashMap::new() })
+        let coders = coders.collect::<Result<_>>()?;
+        Ok(Self { repository: repository.clone(), coders, chunks: HashMap::new(), room })
     }
 
-    /// Gets the chunks of a window, and forgets others.
-    async fn fetch(&mut self, window: &[Run]) -> Result<()> {
+    /// Gets the chunks of a window, and forgets others if there are too many.
+    pub async fn fetch(&mut self, window: &[Run]) -> Result<()> {
         let mut wanted: HashMap<Key, Arc<Place>> = HashMap::new();
         for run in window {
             if let Content::Data { chunk, .. } = &run.content {
                 wanted.entry(key(chunk)).or_insert_with(|| Arc::clone(chunk));
             }
         }
-        self.chunks.retain(|key, _| wanted.contains_key(key));
+        if self.chunks.len() > self.room {
+            self.chunks.retain(|key, _| wanted.contains_key(key));
+        }
         let mut jobs = JoinSet::new();
         for (key, place) in wanted {
             if self.chunks.contains_key(&key) {
@@ -167,10 +197,10 @@ impl<'r> Reader<'r> {
             let Some(coder) = self.coders.get(&place.attempt).cloned() else { continue };
             let (repository, id) = (self.repository.clone(), place.attempt.clone());
             jobs.spawn(async move {
+                let pack = names::pack(&id, place.page);
                 let stored = repository.stored_chunk(&id, place.page, &place.chunk).await?;
-                let shown = id.clone();
                 let bytes = blocking(move || coder.decode(&place.chunk, stored)).await;
-                Ok::<_, anyhow::Error>((key, bytes.with_context(|| format!("backup {shown}"))?))
+                Ok::<_, anyhow::Error>((key, bytes.context(pack)?))
             });
         }
         while let Some(job) = jobs.join_next().await {
@@ -182,7 +212,7 @@ impl<'r> Reader<'r> {
 }
 
 /// The next runs, of as many chunks as are read at the same time.
-async fn window(merge: &mut Merge) -> Result<Vec<Run>> {
+pub async fn window(merge: &mut Merge) -> Result<Vec<Run>> {
     let mut runs = Vec::new();
     let mut chunks = std::collections::HashSet::new();
     while runs.len() < RUNS && chunks.len() < parallel() {
@@ -210,24 +240,30 @@ fn holds(target: &Target, place: &Place, extents: &[Extent]) -> Result<bool> {
     Ok(Hash::of(&bytes) == place.chunk.hash)
 }
 
-/// Returns how many bytes of data were written.
-fn write_runs(target: &Target, runs: &[Run], chunks: &Chunks) -> Result<u64> {
+/// Returns how many bytes of data were written, and how many were not, because the target holds
+/// them: `compare`.
+fn write_runs(target: &Target, runs: &[Run], chunks: &Chunks, compare: bool) -> Result<(u64, u64)> {
     let mut written = 0;
+    let mut same = 0;
     for run in runs {
         match bytes_of(run, chunks)? {
             None if target.is_fresh => {}
             None => target.zero(run.extent)?,
             Some(bytes) => {
-                target.write(bytes, run.extent.offset)?;
-                written += run.extent.length;
+                let new = match compare {
+                    true => target.write_changed(bytes, run.extent.offset)?,
+                    false => target.write(bytes, run.extent.offset).map(|()| run.extent.length)?,
+                };
+                written += new;
+                same += run.extent.length - new;
             }
         }
     }
-    Ok(written)
+    Ok((written, same))
 }
 
 /// `None`: zeros.
-fn bytes_of<'c>(run: &Run, chunks: &'c Chunks) -> Result<Option<&'c [u8]>> {
+pub fn bytes_of<'c>(run: &Run, chunks: &'c Chunks) -> Result<Option<&'c [u8]>> {
     let Content::Data { chunk, from } = &run.content else { return Ok(None) };
     let from = usize::try_from(*from)?;
     let until = from + usize::try_from(run.extent.length)?;
@@ -244,7 +280,8 @@ pub async fn to_stream(
     stop: &Stop,
 ) -> Result<u64> {
     let capacity = chain.first().map_or(0, |newest| newest.subject.capacity_bytes);
-    let (mut reader, mut merge) = (Reader::new(repository, chain)?, Merge::new(repository, chain));
+    let mut merge = Merge::new(repository, chain, capacity);
+    let mut reader = Reader::new(repository, chain, 0)?;
     let mut written = 0;
     loop {
         let window = stop.wait(window(&mut merge)).await?;

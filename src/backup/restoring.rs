@@ -16,7 +16,7 @@ use super::mover::{self, Mover};
 use super::repository::{Inventory, Repository};
 use super::restore::{self, Restore, Restored};
 use super::target::Target;
-use super::{Access, connect, group, open, print_all, volume};
+use super::{Access, connect, group, in_place, open, print_all, volume};
 use crate::client::format;
 use crate::client::progress;
 use crate::client::stop::Stop;
@@ -56,6 +56,10 @@ pub async fn run(args: RestoreArgs) -> Result<ExitCode> {
     let restored = if let Some(name) = &args.to_volume {
         let connection = connect(options, &stop).await?;
         vec![volume::restore(&from, &connection, backup, name).await?]
+    } else if let (Some(held), Some(to)) = (&args.from, to) {
+        let (backup, held) = (inventory.find(backup)?, inventory.find(held).context("--from")?);
+        let connection = connect(options, &stop).await?;
+        vec![in_place::restore(&from, &connection, backup, held, to).await?]
     } else {
         let to = to.as_deref().context("--to is missing")?;
         match group {
@@ -79,7 +83,7 @@ pub async fn run(args: RestoreArgs) -> Result<ExitCode> {
 
 /// Where restores come from, and what they may do.
 pub struct Restorer<'r> {
-    repository: &'r Repository,
+    pub repository: &'r Repository,
     pub inventory: &'r Inventory,
     pub stop: &'r Stop,
     /// Keep what the target holds already.
@@ -115,8 +119,7 @@ impl Restorer<'_> {
 
     pub async fn restore(&self, backup: &Manifest, to: &Path) -> Result<Done> {
         let chain = self.inventory.chain(backup)?;
-        let capacity = backup.subject.capacity_bytes;
-        let target = Target::open(to, capacity)?;
+        let target = Target::open(to, backup.subject.capacity_bytes)?;
         let restore = Restore::new(self.repository, &chain, target, self.resume)?;
         let done = restore.run(self.stop).await.with_context(|| {
             format!(
@@ -125,12 +128,7 @@ impl Restorer<'_> {
                 to.display()
             )
         })?;
-        Ok(Done {
-            backup: backup.id.to_string(),
-            to: to.display().to_string(),
-            capacity_bytes: capacity,
-            done,
-        })
+        Ok(Done::new(backup, to, done))
     }
 
     /// Writes a backup, and nothing else, to standard output.
@@ -145,6 +143,15 @@ impl Restorer<'_> {
 }
 
 impl Done {
+    pub fn new(backup: &Manifest, to: &Path, done: Restored) -> Self {
+        Self {
+            backup: backup.id.to_string(),
+            to: to.display().to_string(),
+            capacity_bytes: backup.subject.capacity_bytes,
+            done,
+        }
+    }
+
     /// The same, of a target with a name of its own.
     pub fn with_target(self, to: String) -> Self {
         Self { to, ..self }

@@ -1,9 +1,9 @@
 //! What a restore writes to: a block device or a file. Regions of zeros become holes.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Seek, SeekFrom};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -15,6 +15,7 @@ use crate::client::in_use;
 
 /// Zeros to write at a time where there is no other way.
 const PIECE: u64 = 1 << 20;
+const ZEROS: [u8; BLOCK_SIZE as usize] = [0; BLOCK_SIZE as usize];
 
 #[derive(Debug)]
 pub struct Target {
@@ -70,11 +71,32 @@ impl Target {
         Ok(Self { file, path: path.to_owned(), size, is_fresh })
     }
 
+    /// Whether it is this block device, by whatever path.
+    pub fn is_device(&self, device: &Path) -> bool {
+        let number = |meta: Metadata| meta.file_type().is_block_device().then(|| meta.rdev());
+        let own = self.file.metadata().ok().and_then(number);
+        own.is_some() && own == device.metadata().ok().and_then(number)
+    }
+
     pub fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {
         let written = self.file.write_all_at(bytes, offset);
         written.with_context(|| {
             format!("write {} bytes at {offset} of {}", bytes.len(), self.path.display())
         })
+    }
+
+    /// Writes the blocks that the target does not hold. Returns how many bytes those are.
+    pub fn write_changed(&self, bytes: &[u8], offset: u64) -> Result<u64> {
+        let mut held = vec![0; bytes.len()];
+        self.read(&mut held, offset)?;
+        let mut written = 0;
+        for (is_held, range) in runs(bytes, offset, |range| held[range.clone()] == bytes[range]) {
+            if !is_held {
+                written += range.len() as u64;
+                self.write(&bytes[range.clone()], offset + range.start as u64)?;
+            }
+        }
+        Ok(written)
     }
 
     pub fn read(&self, bytes: &mut [u8], offset: u64) -> Result<()> {
@@ -122,7 +144,8 @@ impl Target {
             let piece =
                 buffer.get_mut(..usize::try_from(end - at)?).context("a piece is too long")?;
             source.read_exact_at(piece, at).with_context(|| format!("read the source at {at}"))?;
-            for (is_zero, range) in runs(piece, at) {
+            let is_zero = |range: Range<usize>| piece[range.clone()] == ZEROS[..range.len()];
+            for (is_zero, range) in runs(piece, at, is_zero) {
                 let offset = at + range.start as u64;
                 if is_zero {
                     self.zero(Extent { offset, length: range.len() as u64 })?;
@@ -140,18 +163,21 @@ impl Target {
     }
 }
 
-/// Runs of blocks that are all zeros or all not, of bytes that begin at this offset of the volume.
-fn runs(bytes: &[u8], offset: u64) -> Vec<(bool, Range<usize>)> {
-    const ZEROS: [u8; BLOCK_SIZE as usize] = [0; BLOCK_SIZE as usize];
-    let mut runs: Vec<(bool, Range<usize>)> = Vec::new();
+/// Runs of blocks for which `of` yields the same, of bytes that begin at this offset of the volume.
+fn runs<T: PartialEq>(
+    bytes: &[u8],
+    offset: u64,
+    of: impl Fn(Range<usize>) -> T,
+) -> Vec<(T, Range<usize>)> {
+    let mut runs: Vec<(T, Range<usize>)> = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
         let left = BLOCK_SIZE - (offset + at as u64) % BLOCK_SIZE;
         let end = bytes.len().min(at + usize::try_from(left).unwrap_or(bytes.len()));
-        let is_zero = bytes[at..end] == ZEROS[..end - at];
+        let kind = of(at..end);
         match runs.last_mut() {
-            Some((same, range)) if *same == is_zero => range.end = end,
-            _ => runs.push((is_zero, at..end)),
+            Some((same, range)) if *same == kind => range.end = end,
+            _ => runs.push((kind, at..end)),
         }
         at = end;
     }

@@ -11,7 +11,8 @@ use proptest::prelude::*;
 use super::attempt::{self, Attempt, Overtaken};
 use super::chunk;
 use super::manifest::{BackupId, Base, Manifest, Subject, samples};
-use super::merge::Pages;
+use super::merge::{Changes, Pages};
+use super::mount::Image;
 use super::prune::{self, Plan};
 use super::repository::format_1;
 use super::repository::names::{self, mark};
@@ -119,14 +120,73 @@ async fn restored(
     Ok(fs::read(path)?)
 }
 
+/// Restores to a device that holds `held`, but for some blocks, and returns how many bytes were
+/// written.
+async fn restored_in_place(
+    repository: &Repository,
+    (held, held_bytes): (&Manifest, &[u8]),
+    (backup, bytes): (&Manifest, &[u8]),
+    also: &[bool],
+    path: &Path,
+) -> Result<u64> {
+    // The device may have grown.
+    let blocks = held_bytes.len().max(bytes.len()) / BLOCK as usize + 1;
+    let mut device = held_bytes.to_vec();
+    device.resize(blocks * BLOCK as usize, 0);
+    let mut first = Vec::new();
+    for number in (0..blocks).filter(|number| also.get(*number) == Some(&true)) {
+        let at = number * BLOCK as usize;
+        device[at..at + BLOCK as usize].fill(0xdd);
+        first.push(Extent { offset: at as u64, length: BLOCK });
+    }
+    fs::write(path, &device)?;
+    let inventory = repository.inventory().await?;
+    let (chain, held) = (inventory.chain(backup)?, inventory.chain(held)?);
+    let changes = Changes { first, listing: None };
+    let target = Target::open(path, bytes.len() as u64)?;
+    let restore = Restore::in_place(repository, &chain, target, &held, changes)?;
+    let done = restore.run(&stop()).await?;
+    let mut expected = bytes.to_vec();
+    expected.resize(device.len(), 0);
+    assert!(fs::read(path)? == expected);
+    let differs = device.chunks(BLOCK as usize).zip(expected.chunks(BLOCK as usize));
+    let differs = differs.filter(|(old, new)| old != new && new[0] != 0).count() as u64;
+    assert_eq!(done.written_bytes, differs * BLOCK);
+    Ok(done.written_bytes)
+}
+
+/// Holds parts of a mounted image, in any order, against its bytes.
+async fn check_parts(repository: &Repository, backup: &Manifest, bytes: &[u8]) -> Result<()> {
+    let chain = repository.inventory().await?.chain(backup)?;
+    let mut image = Image::new(repository, chain, &stop())?;
+    let size = bytes.len() as u64;
+    for (offset, length) in [
+        (0, 5000),
+        (size - 1, 5000),
+        (size / 2 + 13, 3 * 4096),
+        (size / 3, 1),
+        (size, 4096),
+        (size / 7, u32::MAX),
+        (u64::MAX, 1),
+        (100, 700),
+    ] {
+        let from = usize::try_from(offset.min(size))?;
+        let until = usize::try_from(offset.saturating_add(length.into()).min(size))?;
+        assert!(image.read(offset, length).await? == bytes[from..until], "{offset}");
+    }
+    Ok(())
+}
+
 async fn chain_is_exact(states: &[Vec<u8>], also: &[bool], key: Option<&Path>) -> Result<()> {
     let directory = tempfile::tempdir()?;
     let repository = repository(&directory.path().join("repository"), key).await;
     let mut backups: Vec<Manifest> = Vec::new();
     for (number, state) in states.iter().enumerate() {
-        let base = number.checked_sub(1).map(|older| states[older].as_slice());
+        // The fourth begins a chain of its own.
+        let base = number.checked_sub(1).filter(|_| number != 3);
         let bytes = image(state);
-        let subject = subject(number, bytes.len() as u64, backups.last());
+        let subject = subject(number, bytes.len() as u64, base.map(|older| &backups[older]));
+        let base = base.map(|older| states[older].as_slice());
         let extents = extents(base.unwrap_or_default(), state, also);
         write(&repository, &subject, &bytes, &extents, 2).await?;
         let manifest = write(&repository, &subject, &bytes, &extents, usize::MAX).await?;
@@ -150,6 +210,11 @@ async fn chain_is_exact(states: &[Vec<u8>], also: &[bool], key: Option<&Path>) -
         assert!(!super::copy::copy(&repository, &other, backup, &stop()).await?);
         fs::remove_file(&path)?;
         assert!(restored(&other, backup, &path, false).await? == bytes);
+        check_parts(&repository, backup, &bytes).await?;
+        for (held, held_state) in backups.iter().zip(states) {
+            let (held, wanted) = ((held, &*image(held_state)), (backup, &*bytes));
+            restored_in_place(&repository, held, wanted, also, &path).await?;
+        }
     }
     Ok(())
 }
@@ -211,6 +276,7 @@ async fn a_later_attempt_continues_after_the_last_page() {
     while pages.next().await.unwrap().is_some() {}
     let path = directory.path().join("image");
     assert!(restored(&repository, &backup, &path, false).await.unwrap() == bytes);
+    check_parts(&repository, &backup, &bytes).await.unwrap();
     // What a backup uses is not abandoned.
     let far = SystemTime::now() + Duration::from_secs(1 << 30);
     let inventory = repository.inventory().await.unwrap();

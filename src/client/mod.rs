@@ -21,7 +21,7 @@ pub(crate) mod in_use;
 mod inline;
 mod map;
 pub(crate) mod names;
-mod node;
+pub(crate) mod node;
 mod pool;
 mod print_map;
 pub(crate) mod progress;

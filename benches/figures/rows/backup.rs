@@ -115,6 +115,16 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let what = format!("restore of {} from a full and an incremental backup", bytes(size));
     let row = Row::value("backup", what, format!("{}, {}", spent.describe(), share(&spent)));
     report.row(spent.cost(row));
+
+    let device = driver.publish(&volume, Capability::Block)?;
+    let restore = ["restore", "base", "--to", text(&device), "--from", "target"];
+    let in_place = spend(&mut command(&driver, &place, &restore))?;
+    ensure!(in_place.number("written_bytes")? == changed * 4096, "{}", in_place.output);
+    driver.release();
+    let what = format!("restore of {} in place, 0.1 % changed at random", bytes(size));
+    let ratio = spent.time.as_secs_f64() / in_place.time.as_secs_f64();
+    let measured = format!("{}, {ratio:.0}× faster than the whole", in_place.describe());
+    report.row(in_place.cost(Row::value("backup", what, measured)));
     memory(options, report, &driver, size, changed, [full.peak, incremental.peak, spent.peak])
 }
 

@@ -3,7 +3,9 @@
 mod bad_days;
 mod clock;
 mod damage;
+mod in_place;
 mod killed;
+mod mount;
 mod s3;
 mod stories;
 mod usage;

@@ -142,6 +142,7 @@ async fn take_snapshot(connection: &Connection, stop: &Stop, volume_id: &str) ->
     let request = csi::CreateSnapshotRequest {
         source_volume_id: volume_id.to_owned(),
         name: format!("{PREFIX}{nonce:016x}"),
+        secrets: connection.secrets(),
         ..csi::CreateSnapshotRequest::default()
     };
     let mut controller = connection.controller();
@@ -165,7 +166,8 @@ async fn remove_snapshots(connection: &Connection, volume_id: &str) -> Result<()
         .await?;
     for snapshot_id in found.into_iter().filter(|id| is_own(id)) {
         let doing = format!("delete snapshot {snapshot_id}, which the restore took");
-        let request = csi::DeleteSnapshotRequest { snapshot_id, ..Default::default() };
+        let secrets = connection.secrets();
+        let request = csi::DeleteSnapshotRequest { snapshot_id, secrets };
         connection.controller().delete_snapshot(request).await.map_err(refused).context(doing)?;
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! The command line of `backup` and `restore`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -8,7 +9,7 @@ use super::create::BaseChoice;
 use super::manifest::Group;
 use super::repository::Location;
 use super::retention::Rules;
-use crate::client::Options;
+use crate::client::{Options, parse_timeout};
 use crate::kubernetes::name;
 
 const HEADING: &str = "Repository";
@@ -85,6 +86,12 @@ pub struct MoverArgs {
     /// StorageClass of new claims [default: that of the snapshot's claim, or the cluster's]
     #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = KUBERNETES)]
     pub storage_class: Option<String>,
+    /// YAML or JSON with labels, tolerations, limits, … of the mover pod
+    #[arg(long, requires = "namespace", value_name = "FILE", help_heading = KUBERNETES)]
+    pub pod_template: Option<PathBuf>,
+    /// Time limit of a mover pod, from its creation to its end
+    #[arg(long, requires = "namespace", value_parser = parse_timeout, default_value = "2days", value_name = "TIME", help_heading = KUBERNETES)]
+    pub mover_timeout: Duration,
 }
 
 #[derive(Debug, Args)]

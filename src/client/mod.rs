@@ -218,7 +218,7 @@ pub(crate) fn timed_out(timeout: Duration) -> String {
 }
 
 /// More than 0 and at most a year: sums of longer times overflow.
-fn parse_timeout(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
     let timeout = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     match timeout {
         Duration::ZERO => Err("must be more than 0".to_owned()),

@@ -8,6 +8,7 @@ mod cbt_http;
 mod driver_definitions;
 mod frozen;
 mod kubernetes;
+mod movers;
 mod node_proxy;
 mod node_proxy_safety;
 mod session;

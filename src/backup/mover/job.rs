@@ -1,19 +1,21 @@
-//! The Job of a mover, and what its status and its pod mean.
+//! The Job of a mover.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use super::super::args::{CopyTo, MoverArgs, NewKey};
 use super::super::failure::FINAL;
 use super::super::repository::Location;
+use super::template::Template;
 use crate::client::Output;
 
 /// Path of the block device in the pod.
 pub const DEVICE: &str = "/dev/csi-loopback-data";
+/// Name of its volume.
+const DATA: &str = "data";
 /// Paths of the repositories' claims and of the Secrets.
 const REPOSITORY: &str = "/repository";
 const TO: &str = "/to";
@@ -23,10 +25,12 @@ const NEW_KEY: &str = "/var/run/secrets/csi-loopback/new-key";
 const S3: &str = "/var/run/secrets/csi-loopback/s3";
 const TOKEN: &str = "/var/run/secrets/csi-loopback/token";
 
-const CONTAINER: &str = "mover";
+pub const CONTAINER: &str = "mover";
 const ACCOUNT: &str = "csi-loopback-mover";
 /// Seconds that a finished Job remains whose command was killed.
 const EXPIRY: i32 = 600;
+/// Seconds that a Job may take longer than its command waits, so that the command reports the end.
+const MARGIN: u64 = 60;
 /// Lifetime of the token in seconds; kubelet replaces it in time.
 const TOKEN_EXPIRY: i64 = 3600;
 
@@ -35,6 +39,8 @@ pub struct Work<'w> {
     pub args: Vec<String>,
     pub output: Output,
     pub data: Data<'w>,
+    /// The VolumeSnapshotContent of a filesystem, which the pod has as a block device.
+    pub content: Option<&'w str>,
     /// Of a token for the driver's sidecar.
     pub audience: Option<&'w str>,
     /// A second repository.
@@ -79,7 +85,13 @@ fn image(flags: &MoverArgs) -> String {
 ///
 /// A pod that was killed, interrupted or evicted is replaced, and continues: its exit code is none
 /// of [`FINAL`], or Kubernetes says that the pod was disrupted. A command that fails ends the Job.
-pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>) -> Result<Job> {
+pub fn job(
+    name: &str,
+    flags: &MoverArgs,
+    template: &Template,
+    repository: &Location,
+    work: &Work<'_>,
+) -> Result<Job> {
     let mut pod = Volumes::default();
     let mut args = work.args.clone();
     args.push(pod.repository("repository", REPOSITORY, repository));
@@ -106,8 +118,7 @@ pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>
     }
     pod.device(&work.data);
     args.extend(["--quiet".to_owned(), format!("--output={}", work.output.name())]);
-    let labels =
-        json!({"app.kubernetes.io/name": ACCOUNT, "app.kubernetes.io/managed-by": "csi-loopback"});
+    let (labels, pod_labels) = (labels(), pod_labels());
     let container = json!({
         "name": CONTAINER,
         "image": image(flags),
@@ -123,10 +134,26 @@ pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>
             "capabilities": {"drop": ["ALL"]},
         },
     });
+    let mut pod = json!({
+        "metadata": {"labels": pod_labels, "annotations": pod_annotations()},
+        "spec": {
+            "restartPolicy": "Never",
+            "serviceAccountName": account(flags),
+            "automountServiceAccountToken": work.audience.is_some(),
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            // Those of the driver: a mover runs on the node of its volume.
+            "tolerations": [{"operator": "Exists"}],
+            "containers": [container],
+            "volumes": pod.volumes,
+        },
+    });
+    template.apply(&mut pod);
     let job = json!({
         "metadata": {"name": name, "labels": labels},
         "spec": {
             "ttlSecondsAfterFinished": EXPIRY,
+            // The end of a Job whose command was killed.
+            "activeDeadlineSeconds": flags.mover_timeout.as_secs().saturating_add(MARGIN),
             "podFailurePolicy": {"rules": [
                 {
                     "action": "Ignore",
@@ -137,20 +164,34 @@ pub fn job(name: &str, flags: &MoverArgs, repository: &Location, work: &Work<'_>
                     "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FINAL},
                 },
             ]},
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {
-                    "restartPolicy": "Never",
-                    "serviceAccountName": account(flags),
-                    "automountServiceAccountToken": work.audience.is_some(),
-                    "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
-                    "containers": [container],
-                    "volumes": pod.volumes,
-                },
-            },
+            "template": pod,
         },
     });
     serde_json::from_value(job).context("the Job of the mover")
+}
+
+/// Labels of all objects that a command creates.
+pub fn labels() -> Value {
+    json!({"app.kubernetes.io/name": ACCOUNT, "app.kubernetes.io/managed-by": "csi-loopback"})
+}
+
+/// Labels of the pod. No mesh adds a container to it, which would not end with the mover.
+fn pod_labels() -> Value {
+    let mut labels = labels();
+    labels["sidecar.istio.io/inject"] = json!("false");
+    labels["istio.io/dataplane-mode"] = json!("none");
+    labels["kuma.io/sidecar-injection"] = json!("disabled");
+    labels
+}
+
+fn pod_annotations() -> Value {
+    json!({
+        "sidecar.istio.io/inject": "false",
+        "linkerd.io/inject": "disabled",
+        "kuma.io/sidecar-injection": "disabled",
+        "consul.hashicorp.com/connect-inject": "false",
+        "kubectl.kubernetes.io/default-container": CONTAINER,
+    })
 }
 
 /// The volumes of the pod, and where its container has them.
@@ -199,8 +240,8 @@ impl Volumes {
                 json!({"ephemeral": {"volumeClaimTemplate": {"spec": spec}}})
             }
         };
-        self.add("data", source);
-        self.devices.push(json!({"name": "data", "devicePath": DEVICE}));
+        self.add(DATA, source);
+        self.devices.push(json!({"name": DATA, "devicePath": DEVICE}));
     }
 
     fn add(&mut self, name: &str, mut source: Value) {
@@ -209,40 +250,9 @@ impl Volumes {
     }
 }
 
-/// How a Job ended; `None` while it runs.
-pub fn outcome(job: &Job) -> Option<Result<(), String>> {
-    let conditions = job.status.as_ref()?.conditions.as_ref()?;
-    let mut met = conditions.iter().filter(|condition| condition.status == "True");
-    met.find_map(|condition| match condition.type_.as_str() {
-        "Complete" => Some(Ok(())),
-        "Failed" => Some(Err(condition.message.clone().unwrap_or_default())),
-        _ => None,
-    })
-}
-
-/// The exit code of a pod that has ended.
-pub fn exit_code(pod: &Pod) -> Option<i32> {
-    let mut containers = pod.status.as_ref()?.container_statuses.iter().flatten();
-    containers.find_map(|one| Some(one.state.as_ref()?.terminated.as_ref()?.exit_code))
-}
-
-/// Why a pod has not started; `None` when it has.
-pub fn waiting(pod: &Pod) -> Option<String> {
-    let status = pod.status.as_ref()?;
-    if status.phase.as_deref() != Some("Pending") {
-        return None;
-    }
-    let containers = status.container_statuses.iter().flatten();
-    let waiting = containers.filter_map(|one| one.state.as_ref()?.waiting.as_ref()).next();
-    let of_container = waiting.map(|waiting| (waiting.reason.as_ref(), waiting.message.as_ref()));
-    let mut conditions = status.conditions.iter().flatten();
-    let unmet = conditions.find(|one| one.status == "False" && one.message.is_some());
-    let of_pod = unmet.map(|unmet| (unmet.reason.as_ref(), unmet.message.as_ref()));
-    let (reason, message) = of_container.or(of_pod).unwrap_or((None, None));
-    let reason = reason.map_or("Pending", String::as_str);
-    let message = message.map(|message| format!(": {message}")).unwrap_or_default();
-    let name = pod.metadata.name.as_deref().unwrap_or_default();
-    Some(format!("mover pod {name} is waiting, {reason}{message}"))
+/// The claim that a pod with [`Data::Snapshot`] has (the rule of ephemeral volumes).
+pub fn claim_of(pod: &str) -> String {
+    format!("{pod}-{DATA}")
 }
 
 #[cfg(test)]
@@ -269,13 +279,15 @@ mod tests {
     fn made(flags: &[&str], repository: &str, work: &Work<'_>) -> Value {
         let line = ["x", "--namespace", "shop", "--repository", repository];
         let args = Line::try_parse_from(line.iter().chain(flags)).ok().unwrap().repository;
-        let made = job("mover-1", &args.mover, &args.location().unwrap(), work).unwrap();
+        let (location, template) = (args.location().unwrap(), Template::default());
+        let made = job("mover-1", &args.mover, &template, &location, work).unwrap();
         serde_json::to_value(made).unwrap()
     }
 
     fn work<'w>(data: Data<'w>, audience: Option<&'w str>) -> Work<'w> {
         let args = vec!["backup".to_owned()];
-        Work { args, output: Output::Json, data, audience, copy_to: None, new_key: None }
+        let output = Output::Json;
+        Work { args, output, data, content: None, audience, copy_to: None, new_key: None }
     }
 
     #[test]
@@ -327,7 +339,8 @@ mod tests {
             let line = CopyLine::try_parse_from(line).ok().unwrap();
             let work = Work { copy_to: Some(&line.to), ..work(Data::None, None) };
             let location = line.repository.location().unwrap();
-            let job = job("mover-1", &line.repository.mover, &location, &work);
+            let mover = &line.repository.mover;
+            let job = job("mover-1", mover, &Template::default(), &location, &work);
             let job = serde_json::to_value(job.unwrap()).unwrap();
             let pod = &job["spec"]["template"]["spec"];
             let args = &pod["containers"][0]["args"];
@@ -358,24 +371,15 @@ mod tests {
             assert!(!codes.contains(&json!(replaced)), "{codes:?}");
         }
         assert!(codes.contains(&json!(1)) && codes.contains(&json!(2)), "{codes:?}");
-        let terminated = json!({"terminated": {"exitCode": 12}});
-        let container = json!({"name": "mover", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": terminated});
-        let pod = json!({"status": {"containerStatuses": [container]}});
-        assert_eq!(exit_code(&serde_json::from_value(pod).unwrap()), Some(12));
     }
 
     #[test]
-    fn a_waiting_pod_has_its_reason_and_a_running_one_none() {
-        let pod = |status: Value| -> Pod {
-            serde_json::from_value(json!({"metadata": {"name": "p"}, "status": status})).unwrap()
-        };
-        let state = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
-        let container = json!({"name": "mover", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state});
-        let found = waiting(&pod(json!({"phase": "Pending", "containerStatuses": [container]})));
-        assert!(found.unwrap().ends_with("ErrImagePull: no such image"));
-        let condition = json!({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"});
-        let found = waiting(&pod(json!({"phase": "Pending", "conditions": [condition]})));
-        assert!(found.unwrap().ends_with("Unschedulable: no node"));
-        assert_eq!(waiting(&pod(json!({"phase": "Running"}))), None);
+    fn a_pod_tolerates_what_the_driver_does_and_joins_no_mesh() {
+        let job = made(&["--mover-timeout", "1h"], "claim:backups", &work(Data::None, None));
+        assert_eq!(job["spec"]["activeDeadlineSeconds"], 3660);
+        let pod = &job["spec"]["template"];
+        assert_eq!(pod["spec"]["tolerations"], json!([{"operator": "Exists"}]));
+        assert_eq!(pod["metadata"]["labels"]["sidecar.istio.io/inject"], "false");
+        assert_eq!(pod["metadata"]["annotations"]["linkerd.io/inject"], "disabled");
     }
 }

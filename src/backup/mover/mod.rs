@@ -6,46 +6,49 @@
 //! expires.
 
 mod claim;
+mod grant;
 mod job;
+mod own;
+mod rebind;
 mod restore;
+mod state;
+mod template;
+mod watch;
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
-use kube::api::{DeleteParams, ListParams, LogParams, Patch, PatchParams, PostParams};
+use kube::api::ListParams;
 use kube::{Api, Client};
-use serde_json::json;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 use super::args::{ForPod, MoverArgs, NewKey, RepositoryArgs};
-use super::failure;
 use super::manifest::Group;
 use super::repository::Location;
 use super::settings::KeySource;
-use crate::client::cluster::{self, ALLOW_MODE_CHANGE, Failure, Retry, Snapshot, call};
+use crate::client::cluster::{self, Failure, Retry, Snapshot, call};
 use crate::client::stop::Stop;
-use crate::client::{Options, progress, timed_out};
-use crate::kubernetes::snapshot::VolumeSnapshotContent;
+use crate::client::{Options, progress};
 use job::{Data, Work};
+use own::new_name;
 pub use restore::Target;
+use template::Template;
+use watch::Watch;
 
-const POLL: Duration = Duration::from_secs(1);
-/// Time that a cluster may take to create the pod of a Job.
-const POD_DELAY: Duration = Duration::from_secs(5);
-/// Time limit of removing the Job.
+const POLL: Duration = Duration::from_millis(200);
+/// Time limit of removing an object.
 const CLEAN_UP: Duration = Duration::from_secs(60);
-/// Bytes of the pod's output to read: far more than any result has.
-const MAX_LOG: i64 = 4 << 20;
-/// Lines of the output of a failed pod to show.
-const LAST_LINES: usize = 20;
 
 /// Runs commands of this program in pods.
 pub struct Mover<'m> {
     client: Client,
     namespace: &'m str,
     flags: &'m MoverArgs,
+    template: Template,
+    /// The mark of the objects that this command creates.
+    mark: String,
     repository: Location,
     one_machine: bool,
     options: &'m Options,
@@ -70,9 +73,19 @@ impl<'m> Mover<'m> {
         }
         let is_set = s3_credentials.is_some();
         ensure!(!is_set, "--s3-credentials: a mover pod cannot read it; set --s3-secret");
+        let template = mover.pod_template.as_deref().map(Template::read).transpose()?;
         let client = stop.wait(cluster::connect(mover.kubeconfig.as_deref())).await?;
-        let one_machine = *one_machine;
-        Ok(Self { client, namespace, flags: mover, repository, one_machine, options, stop })
+        Ok(Self {
+            client,
+            namespace,
+            flags: mover,
+            template: template.unwrap_or_default(),
+            mark: own::random()?,
+            repository,
+            one_machine: *one_machine,
+            options,
+            stop,
+        })
     }
 
     /// Runs a command that needs only repositories; returns what the pod printed.
@@ -90,13 +103,16 @@ impl<'m> Mover<'m> {
     /// A command that needs only the repository.
     fn work(&self, args: Vec<String>) -> Work<'_> {
         let output = self.options.print.output;
-        Work { args, output, data: Data::None, audience: None, copy_to: None, new_key: None }
+        let (data, content) = (Data::None, None);
+        Work { args, output, data, content, audience: None, copy_to: None, new_key: None }
     }
 
     /// Backs up a VolumeSnapshot; returns what the pod printed. `flags`: further ones of the command.
     pub async fn back_up(&self, snapshot: &str, flags: &[String]) -> Result<String> {
         let found = cluster::snapshot(&self.client, self.namespace, snapshot);
         let found = self.stop.wait(found).await?;
+        check_is_of_volume(&found)?;
+        self.revoke_abandoned().await;
         self.back_up_member(&found, None, flags).await
     }
 
@@ -107,6 +123,8 @@ impl<'m> Mover<'m> {
         let members = u32::try_from(found.members.len())?;
         let [group_snapshot_id, group_snapshot] = [found.handle, found.name];
         let set = Group { group_snapshot_id, group_snapshot, members };
+        found.members.iter().try_for_each(check_is_of_volume)?;
+        self.revoke_abandoned().await;
         for (number, member) in found.members.iter().enumerate() {
             progress::note(&format!("backing up {}, {} of {members}", member.what, number + 1));
             let created = self.back_up_member(member, Some(&set), flags).await;
@@ -145,9 +163,6 @@ impl<'m> Mover<'m> {
                 found.what
             )
         })?;
-        if found.is_bound_to_filesystem {
-            self.stop.wait(self.allow_block_mode(found)).await?;
-        }
         let mut args = ["backup", "create", found.name.as_str()].map(str::to_owned).to_vec();
         args.extend(job::listing_args(self.namespace));
         if let Some(set) = set {
@@ -155,7 +170,8 @@ impl<'m> Mover<'m> {
         }
         args.extend_from_slice(flags);
         let data = Data::Snapshot { name: &found.name, bytes, class: Some(&class) };
-        self.run(Work { data, audience: Some(&audience), ..self.work(args) }).await
+        let content = found.is_bound_to_filesystem.then_some(found.content.as_str());
+        self.run(Work { data, content, audience: Some(&audience), ..self.work(args) }).await
     }
 
     /// Runs one command in a pod, and removes the Job in any case.
@@ -163,15 +179,17 @@ impl<'m> Mover<'m> {
         let name = new_name()?;
         let mut work = work;
         work.args.extend(self.one_machine.then(|| "--one-machine".to_owned()));
-        let job = job::job(&name, self.flags, &self.repository, &work)?;
+        let job = job::job(&name, self.flags, &self.template, &self.repository, &work)?;
         let what = self.what(&name);
-        let outcome = async {
-            let created = call(&what, self.jobs().create(&PostParams::default(), &job)).await;
-            created.map_err(|failure| failure.error)?;
-            self.finished(&name).await
-        };
         // A stop is noticed between calls, so that the creation is never cut off.
-        let outcome = outcome.await;
+        self.stop.check()?;
+        self.create(&self.jobs(), job).await?;
+        let outcome = Watch::new(self, &name, &work).finished().await;
+        if let Some(content) = work.content
+            && let Err(failure) = self.revoke(content, &name).await
+        {
+            progress::note(&format!("{:#}; {}", failure.error, grant::by_hand(content)));
+        }
         match (outcome, self.remove(&name).await) {
             (outcome, Ok(())) => outcome,
             (Ok(shown), Err(left)) => {
@@ -179,80 +197,6 @@ impl<'m> Mover<'m> {
                 Ok(shown)
             }
             (Err(error), Err(left)) => Err(error.context(format!("{what} remains: {left:#}"))),
-        }
-    }
-
-    /// The output of the Job's pod, when it has succeeded.
-    async fn finished(&self, name: &str) -> Result<String> {
-        let what = self.what(name);
-        let begun = Instant::now();
-        let start_by = begun + self.options.timeout;
-        let (mut noted, mut seen) = (String::new(), None);
-        loop {
-            let state = async {
-                let job = call(&what, self.jobs().get(name)).await?;
-                Ok((job::outcome(&job), self.pod(name).await?))
-            };
-            match state.await {
-                Ok((Some(Ok(())), Some(pod))) => return self.log(&pod).await,
-                Ok((Some(Ok(())), None)) => {
-                    bail!("{what}: its pod is gone, and with it the result")
-                }
-                Ok((Some(Err(reason)), pod)) => return Err(self.failed(&reason, pod).await),
-                Ok((None, pod)) => {
-                    let current = pod.as_ref().and_then(|pod| pod.metadata.name.clone());
-                    if let (Some(before), Some(now)) = (&seen, &current)
-                        && before != now
-                    {
-                        progress::note(&format!("mover pod {before} ended, {now} replaces it"));
-                    }
-                    seen = current.or(seen);
-                    let waiting = match &pod {
-                        Some(pod) => job::waiting(pod),
-                        None if begun.elapsed() < POD_DELAY => None,
-                        None => Some(format!("{what} has no pod yet; {}", self.account_step())),
-                    };
-                    if let Some(waiting) = waiting {
-                        if Instant::now() >= start_by {
-                            bail!("{}; {waiting}", timed_out(self.options.timeout));
-                        }
-                        if waiting != noted {
-                            progress::note(&waiting);
-                        }
-                        noted = waiting;
-                    }
-                }
-                Err(Failure { error, retry: Retry::Never, .. }) => return Err(error),
-                Err(failure) => progress::note(&format!("{:#}; retrying", failure.error)),
-            }
-            let pause = async {
-                sleep(POLL).await;
-                Ok(())
-            };
-            self.stop.whole(pause).await?;
-        }
-    }
-
-    fn account_step(&self) -> String {
-        let account = job::account(self.flags);
-        format!("it needs the ServiceAccount {}/{account} (deploy/examples/mover)", self.namespace)
-    }
-
-    async fn failed(&self, reason: &str, pod: Option<Pod>) -> anyhow::Error {
-        let code = pod.as_ref().and_then(job::exit_code).unwrap_or_default();
-        let log = match pod {
-            Some(pod) => self.log(&pod).await.unwrap_or_else(|error| format!("{error:#}")),
-            None => String::new(),
-        };
-        let lines: Vec<&str> = log.lines().collect();
-        let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
-        // The program in the pod begins its error with its name, as this one will.
-        let text = last.join("\n");
-        let text = text.strip_prefix("csi-loopback: ").unwrap_or(&text);
-        if text.is_empty() {
-            anyhow!("the mover pod failed: {reason}")
-        } else {
-            failure::Failure::of_code(code, format!("mover pod: {text}"))
         }
     }
 
@@ -265,34 +209,19 @@ impl<'m> Mover<'m> {
         Ok(found.items.into_iter().max_by_key(|pod| pod.metadata.creation_timestamp.clone()))
     }
 
-    async fn log(&self, pod: &Pod) -> Result<String> {
-        let name = pod.metadata.name.as_deref().unwrap_or_default();
-        let what = format!("output of pod {}/{name}", self.namespace);
-        let pods: Api<Pod> = Api::namespaced(self.client.clone(), self.namespace);
-        let params = LogParams { limit_bytes: Some(MAX_LOG), ..LogParams::default() };
-        let log = call(&what, pods.logs(name, &params)).await.map_err(|failure| failure.error)?;
-        Ok(log.trim_end().to_owned())
-    }
-
     /// Removes a Job, and returns when its pods are gone.
     async fn remove(&self, name: &str) -> Result<()> {
-        let jobs = self.jobs();
-        let removal = async {
+        self.discard(&self.jobs(), name, Duration::ZERO).await?;
+        let gone = async {
             loop {
-                match jobs.delete(name, &DeleteParams::background()).await {
-                    Err(kube::Error::Api(status)) if status.code == 404 => break,
-                    Err(kube::Error::Api(status)) if status.code == 403 => {
-                        bail!("{}", status.message)
-                    }
-                    _ => sleep(POLL).await,
+                match self.pod(name).await {
+                    Ok(None) => return Ok(()),
+                    Err(Failure { error, retry: Retry::Never, .. }) => return Err(error),
+                    Ok(Some(_)) | Err(_) => sleep(POLL).await,
                 }
             }
-            while self.pod(name).await.map_err(|failure| failure.error)?.is_some() {
-                sleep(POLL).await;
-            }
-            Ok(())
         };
-        timeout(CLEAN_UP, removal).await.context("it was not removed in time")?
+        timeout(CLEAN_UP, gone).await.context("its pods were not removed in time")?
     }
 
     /// The StorageClass of claims from a snapshot.
@@ -306,22 +235,6 @@ impl<'m> Mover<'m> {
         }
         let class = claim.and_then(|claim| claim.spec.as_ref()?.storage_class_name.clone());
         class.with_context(|| format!("{}: its claim is gone; set --storage-class", snapshot.what))
-    }
-
-    /// Allows a claim in block mode from a snapshot of a filesystem (KEP-3141).
-    async fn allow_block_mode(&self, snapshot: &Snapshot) -> Result<()> {
-        let content = &snapshot.content;
-        let contents: Api<VolumeSnapshotContent> = Api::all(self.client.clone());
-        let patch = json!({"metadata": {"annotations": {ALLOW_MODE_CHANGE: "true"}}});
-        let what = format!("annotate VolumeSnapshotContent {content} with {ALLOW_MODE_CHANGE}");
-        let patch = Patch::Merge(patch);
-        let params = PatchParams::default();
-        let patched = contents.patch(content, &params, &patch);
-        call(&what, patched).await.map_err(|failure| failure.error)?;
-        progress::note(&format!(
-            "VolumeSnapshotContent {content} was annotated: its data is read as a block device"
-        ));
-        Ok(())
     }
 
     fn jobs(&self) -> Api<Job> {
@@ -342,6 +255,17 @@ impl<'m> Mover<'m> {
     }
 }
 
+/// # Errors
+/// The snapshot was imported, which the command of its pod would refuse.
+fn check_is_of_volume(snapshot: &Snapshot) -> Result<()> {
+    ensure!(
+        snapshot.volume_handle.is_some(),
+        "{} was imported, so its volume is unknown: back up a snapshot of a claim",
+        snapshot.what
+    );
+    Ok(())
+}
+
 fn check_reachable(flag: &str, repository: &Location) -> Result<()> {
     ensure!(
         !matches!(repository, Location::Directory(_)),
@@ -355,10 +279,4 @@ fn check_no_key(key: Option<KeySource>, instead: &str) -> Result<()> {
         Some(key) => bail!("{}: a mover pod cannot read this key; set {instead}", key.name()),
         None => Ok(()),
     }
-}
-
-/// A name that is known before the call can be deleted even if the response is lost.
-fn new_name() -> Result<String> {
-    let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
-    Ok(format!("csi-loopback-mover-{random:016x}"))
 }

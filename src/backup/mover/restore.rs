@@ -1,16 +1,17 @@
 //! Restores to claims: of one backup, or of the members of a set.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, anyhow};
-use kube::api::{DeleteParams, PostParams};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::super::args::VolumeMode;
 use super::super::restoring::Done;
 use super::job::{self, Data, Work};
+use super::rebind::{self, Failed};
 use super::{Mover, claim, new_name};
 use crate::client::Output;
-use crate::client::cluster::call;
 use crate::kubernetes::name;
 
 /// What to restore to.
@@ -92,8 +93,14 @@ impl Mover<'_> {
     /// It exists and cannot be restored to.
     async fn is_new(&self, name: &str, mode: VolumeMode) -> Result<bool> {
         let existing = self.claim(name).await?;
-        existing.as_ref().map_or(Ok(()), |existing| claim::check(name, existing, mode))?;
-        Ok(existing.is_none())
+        let Some(existing) = existing else { return Ok(true) };
+        match claim::check(name, &existing, mode) {
+            Ok(()) => Ok(false),
+            Err(error) => match rebind::interrupted(self, &existing).await {
+                Some(step) => Err(error.context(step)),
+                None => Err(error),
+            },
+        }
     }
 
     async fn restore_member(&self, member: &Member, target: &Target<'_>) -> Result<Done> {
@@ -105,24 +112,25 @@ impl Mover<'_> {
         if *is_new {
             self.create_claim(&name, backup.capacity_bytes).await?;
         }
-        let restored = match self.restore_to(&backup.id, &name, target.resume && !is_new).await {
-            Err(error) if *is_new => {
-                return match self.delete_claim(&name).await {
-                    Ok(()) => Err(error),
-                    Err(left) => Err(error.context(format!("claim {name} remains: {left:#}"))),
-                };
+        let restored = self.restore_to(&backup.id, &name, target.resume && !is_new).await;
+        let failed = match restored {
+            Ok(restored) if target.mode == VolumeMode::Block => {
+                return Ok(in_claim(restored, claim));
             }
-            restored => restored?,
+            Ok(restored) => match rebind::rebind(self, &name, claim).await {
+                Ok(()) => return Ok(in_claim(restored, claim)),
+                Err(Failed::Remains(error)) => return Err(error),
+                Err(Failed::Undone(error)) => error,
+            },
+            Err(error) => error,
         };
-        if target.mode == VolumeMode::Filesystem {
-            let rebound = self.stop.whole(claim::rebind(self, &name, claim)).await;
-            rebound.with_context(|| {
-                format!(
-                    "restored to claim {name} in block mode, which claim {claim} did not replace"
-                )
-            })?;
+        if !is_new {
+            return Err(failed);
         }
-        Ok(restored.with_target(format!("claim {claim}")))
+        match self.delete_claim(&name).await {
+            Ok(()) => Err(failed),
+            Err(left) => Err(failed.context(format!("claim {name} remains: {left:#}"))),
+        }
     }
 
     async fn restore_to(&self, id: &str, claim: &str, resume: bool) -> Result<Done> {
@@ -138,18 +146,17 @@ impl Mover<'_> {
 
     async fn create_claim(&self, name: &str, bytes: u64) -> Result<()> {
         let claim = claim::empty(name, bytes, self.flags.storage_class.as_deref())?;
-        let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
-        let created = call(&what, self.claims().create(&PostParams::default(), &claim)).await;
-        created.map(drop).map_err(|failure| failure.error)
+        self.create(&self.claims(), claim).await
     }
 
+    /// Deletes a claim of this command, and returns when it is gone.
     pub(super) async fn delete_claim(&self, name: &str) -> Result<()> {
-        let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
-        match call(&what, self.claims().delete(name, &DeleteParams::default())).await {
-            Ok(_) => Ok(()),
-            Err(failure) => Err(failure.error),
-        }
+        self.discard(&self.claims(), name, Duration::ZERO).await
     }
+}
+
+fn in_claim(restored: Done, claim: &str) -> Done {
+    restored.with_target(format!("claim {claim}"))
 }
 
 fn parse<T: DeserializeOwned>(shown: &str) -> Result<T> {

@@ -50,8 +50,8 @@ pub struct Snapshot {
     pub bytes: Option<u64>,
     /// Name of its VolumeSnapshotContent.
     pub content: String,
-    /// Whether a claim in block mode from it is refused, because its volume has a filesystem and the
-    /// content lacks [`ALLOW_MODE_CHANGE`].
+    /// Whether its volume has a filesystem, so that a claim in block mode from it is refused while
+    /// the content lacks [`ALLOW_MODE_CHANGE`].
     pub is_bound_to_filesystem: bool,
 }
 
@@ -152,10 +152,6 @@ impl Finder {
         let handle = content.ready_handle().ok_or_else(not_ready)?.to_owned();
         let bytes = restore_size(&content);
         let status = content.status.clone().unwrap_or_default();
-        let annotations = content.metadata.annotations.as_ref();
-        let is_allowed = annotations
-            .and_then(|annotations| annotations.get(ALLOW_MODE_CHANGE))
-            .is_some_and(|value| value == "true");
         let mode = content.spec.source_volume_mode.as_deref();
         Ok(Snapshot {
             name: snapshot.to_owned(),
@@ -167,7 +163,7 @@ impl Finder {
             created: status.creation_time.and_then(utc),
             bytes,
             content: content.metadata.name.unwrap_or_default(),
-            is_bound_to_filesystem: mode == Some("Filesystem") && !is_allowed,
+            is_bound_to_filesystem: mode == Some("Filesystem"),
             what,
         })
     }

@@ -20,7 +20,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rustls::ServerConfig;
 use rustls_pki_types::PrivateKeyDer;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -236,8 +236,28 @@ impl<'a> Movers<'a> {
         self.images[&template.spec.data_source.as_ref().unwrap().name].clone()
     }
 
+    /// Creates a pod of a Job as the controllers do, and sets its status; `log` is its output.
+    /// Returns its name.
+    pub fn pod(&self, job: &Job, number: usize, log: &str) -> String {
+        let name = format!("{}-{number}", job.metadata.name.as_deref().unwrap());
+        fs::write(self.directory.join("logs").join(&name), log).unwrap();
+        let pods = self.cluster.api_in::<Pod>(&self.namespace);
+        self.cluster.create(&pods, self.pod_of(job, &name));
+        name
+    }
+
+    /// The pod that the controllers make for a Job.
+    pub fn pod_of(&self, job: &Job, name: &str) -> Value {
+        let template = &job.spec.as_ref().unwrap().template;
+        let mut pod = serde_json::to_value(template).unwrap();
+        pod["metadata"]["name"] = name.into();
+        pod["metadata"]["labels"][JOB] = job.metadata.name.as_deref().into();
+        pod["spec"]["nodeName"] = self.node.as_str().into();
+        pod
+    }
+
     /// Deletes the pods of deleted Jobs.
-    fn collect_garbage(&self) {
+    pub fn collect_garbage(&self) {
         let jobs: BTreeSet<_> = self.jobs().into_iter().map(|job| job.metadata.name).collect();
         let pods = self.cluster.api_in::<Pod>(&self.namespace);
         let now = DeleteParams::default().grace_period(0);

@@ -1,0 +1,11 @@
+//! The commands of mover pods and the objects that they create, in trouble: meshes, refusals of the
+//! cluster, repeated requests, interruptions. The tests act as controllers and kubelet; there is no
+//! driver.
+
+mod creations;
+mod faulty;
+mod grants;
+mod rebinding;
+mod refusals;
+mod rig;
+mod stuck;

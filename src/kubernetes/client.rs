@@ -220,9 +220,10 @@ where
         .pool_idle_timeout(POOL_IDLE)
         .build(timed);
     let service = ServiceBuilder::new()
-        .layer(Throttle::new(rate))
         .layer(config.base_uri_layer())
         .option_layer(config.default_retry.then(|| RetryLayer::new(Retries::default())))
+        // Each attempt takes a turn.
+        .layer(Throttle::new(rate))
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
         .map_err(BoxError::from)
@@ -461,10 +462,47 @@ pub fn is_overloaded(error: &kube::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use k8s_openapi::api::core::v1::Namespace;
+    use kube::Api;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
+
+    /// A server that answers every request with 429, and counts them.
+    async fn overloaded_server() -> (String, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let count = Arc::<AtomicUsize>::default();
+        let counted = Arc::clone(&count);
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    head.push(stream.read_u8().await.unwrap());
+                }
+                counted.fetch_add(1, Ordering::SeqCst);
+                let answer = "HTTP/1.1 429 X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+                stream.write_all(answer.as_bytes()).await.unwrap();
+            }
+        });
+        (url, count)
+    }
+
+    #[tokio::test]
+    async fn repeated_calls_count_against_the_rate() {
+        crate::kubernetes::tls::install_provider();
+        let (url, count) = overloaded_server().await;
+        let client = build(Config::new(url.parse().unwrap()), Rate { per_second: 2.0, burst: 1 });
+        let api: Api<Namespace> = Api::all(client.unwrap());
+        // Without the limit, eight attempts take 0.7 s.
+        let refused = within(Duration::from_millis(1200), api.get("a")).await;
+        assert!(refused.is_err());
+        let attempts = count.load(Ordering::SeqCst);
+        assert!((2..=4).contains(&attempts), "{attempts}");
+    }
 
     #[tokio::test]
     async fn a_burst_passes_at_once_and_then_the_rate_applies() {

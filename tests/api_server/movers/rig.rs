@@ -1,6 +1,6 @@
 //! A namespace with VolumeSnapshots, and a user who runs commands in it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -85,7 +85,7 @@ impl<'a> Stage<'a> {
     }
 
     /// A command, with a repository.
-    pub fn command(&self, kubeconfig: &PathBuf, arguments: &[&str]) -> Command {
+    pub fn command(&self, kubeconfig: &Path, arguments: &[&str]) -> Command {
         let mut command = Command::new(binary());
         command
             .args(arguments)

@@ -45,6 +45,7 @@ impl Stage<'_> {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_container_that_never_ends_does_not_hold_the_command() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster);
@@ -69,6 +70,7 @@ fn a_container_that_never_ends_does_not_hold_the_command() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_mover_that_does_not_start_ends_with_the_reason() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster);

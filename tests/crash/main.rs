@@ -381,9 +381,10 @@ fn every_fail_point_is_met_by_a_scenario() {
     scene.end();
     note(catalog::rewrite(None));
     let (met, mut known) = (met.into_inner().unwrap(), source::points());
-    // Points of other programs, which have their own scenarios (tests/driver/backup/killed.rs), and
-    // of a copied image (tests/storage/image_room.rs).
-    let elsewhere = [oci_runtime::OWN, "backup.", "image.unshared"];
+    // Points of other programs, which have their own scenarios (tests/driver/backup: killed.rs and
+    // in_place.rs; tests/api_server/movers/rebinding.rs), and of a copied image
+    // (tests/storage/image_room.rs).
+    let elsewhere = [oci_runtime::OWN, "backup.", "mover.", "restore.", "image.unshared"];
     known.retain(|point| !elsewhere.iter().any(|own| point.starts_with(own)));
     let unmet: Vec<_> = known.difference(&met).collect();
     assert!(unmet.is_empty(), "no scenario meets {unmet:?}: add one to tests/crash");

@@ -21,8 +21,9 @@ before_clean_up() { # removes the containers, which would outlive containerd
 check_host() {
     local mounts
     mounts=$(list_mounts | awk -v at="$tmp/" 'index($1, at) == 1 && $1 ~ "/(target|staging|work)"')
-    [[ -z $mounts && -z $(ls -A "$tmp/target") ]] || die "the volume is mounted on the host: $mounts"
-    echo "    host: the volume is not mounted, the target directory is empty"
+    [[ $mounts == "$tmp/target csi-loopback-deferred-volume" ]] || die "expected only a guard on the host: $mounts"
+    [[ $(ls -A "$tmp/target") == THIS-IS-NOT-THE-VOLUME ]] || die "the target has other files: $(ls -A "$tmp/target")"
+    echo "    host: the volume is not mounted, the target has a guard without space"
 }
 
 begin "${node_commands[@]}"

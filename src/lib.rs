@@ -30,6 +30,7 @@ pub mod freeze_guard;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod grpc;
+pub mod ids;
 pub mod inline;
 pub mod kubernetes;
 pub mod node_proxy;

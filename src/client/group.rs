@@ -8,7 +8,7 @@ use super::connection::{Connection, refused};
 use super::snapshot::{self, Row};
 use super::volume::changed;
 use super::{Output, format, names};
-use crate::backend::ids;
+use crate::ids;
 use crate::proto::csi::v1 as csi;
 
 #[derive(Debug, Subcommand)]

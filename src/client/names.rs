@@ -9,7 +9,7 @@ use tonic::Code;
 use super::base;
 use super::block_map::{BlockMap, Driver, Query, Window};
 use super::connection::{Connection, refused};
-use crate::backend::ids;
+use crate::ids;
 use crate::proto::csi::v1 as csi;
 
 /// Entries of one page of a list.

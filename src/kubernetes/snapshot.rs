@@ -12,7 +12,7 @@ use kube::{CustomResource, Resource};
 use serde::{Deserialize, Serialize};
 
 use super::name;
-use crate::backend::ids;
+use crate::ids;
 
 pub const GROUP: &str = "snapshot.storage.k8s.io";
 const VERSION: &str = "v1";

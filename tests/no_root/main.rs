@@ -1,5 +1,6 @@
 //! Tests of files and messages. They run as any user, in parallel.
 
+mod architecture;
 mod deploy_crds;
 mod fuzz;
 mod language;

@@ -135,7 +135,7 @@ impl Inventory {
         if let Some((id, error)) = self.damaged.iter().find(|(id, _)| id.as_str() == reference) {
             bail!(Failure::damaged(format!("backup {id}: {error:#}")));
         }
-        let slug = crate::backend::ids::slug(reference);
+        let slug = crate::ids::slug(reference);
         let names = |backup: &&Manifest| {
             let subject = &backup.subject;
             (!reference.is_empty() && backup.id.as_str().starts_with(reference))

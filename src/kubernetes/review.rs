@@ -23,6 +23,7 @@ use sha2::{Digest, Sha256};
 
 use super::cache::in_time;
 use super::peer_limit::PeerLimit;
+use super::snapshot::GROUP;
 use crate::telemetry::peer::Peer;
 
 /// Maximum number of cached tokens, of refused tokens, and of cached permissions.
@@ -136,6 +137,31 @@ impl Reviewer {
                 self.refused.insert(key, reason.clone()).await;
                 Err(Denied::Refused(reason))
             }
+        }
+    }
+
+    /// Whether the user may get this VolumeSnapshot, or, without a name, all of the namespace.
+    ///
+    /// # Errors
+    /// The review failed.
+    pub async fn may_get_snapshots(
+        &self,
+        user: &UserInfo,
+        namespace: &str,
+        name: Option<&str>,
+    ) -> Result<bool, Arc<kube::Error>> {
+        let action = Action {
+            verb: "get",
+            group: GROUP,
+            resource: "volumesnapshots",
+            subresource: None,
+            namespace,
+            name,
+        };
+        match self.authorize(user, action).await {
+            Ok(()) => Ok(true),
+            Err(Denied::Refused(_)) => Ok(false),
+            Err(Denied::Unknown(error)) => Err(error),
         }
     }
 

@@ -22,7 +22,7 @@ use crate::kubernetes::client::failure;
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::name;
 use crate::kubernetes::peer_limit::PeerLimit;
-use crate::kubernetes::review::{Action, Denied, Reviewer};
+use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::session::{MAX_SNAPSHOTS, SnapshotSessionRequest};
 use crate::kubernetes::snapshot::GROUP;
 use crate::telemetry::peer::Peer;
@@ -152,19 +152,8 @@ impl Webhook {
         name: Option<&str>,
     ) -> Result<bool, Refusal> {
         let _turn = self.turns.turn(peer).await.map_err(|error| unknown(&error))?;
-        let action = Action {
-            verb: "get",
-            group: GROUP,
-            resource: "volumesnapshots",
-            subresource: None,
-            namespace,
-            name,
-        };
-        match self.reviewer.authorize(user, action).await {
-            Ok(()) => Ok(true),
-            Err(Denied::Refused(_)) => Ok(false),
-            Err(Denied::Unknown(error)) => Err(unknown(&error)),
-        }
+        let reviewed = self.reviewer.may_get_snapshots(user, namespace, name).await;
+        reviewed.map_err(|error| unknown(&error))
     }
 }
 

@@ -10,7 +10,7 @@ use super::refusal::{Reason, Refusal};
 use super::request::MetadataRequest;
 use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::metadata_service::SnapshotMetadataService;
-use crate::kubernetes::review::{Action, Denied, Reviewer};
+use crate::kubernetes::review::{Denied, Reviewer};
 use crate::kubernetes::snapshot::GROUP;
 use crate::telemetry::peer::Peer;
 
@@ -104,19 +104,8 @@ impl<'g> Caller<'g> {
 
     /// Whether the caller may get this VolumeSnapshot, or, without a name, all of the namespace.
     pub async fn may_get(&self, namespace: &str, name: Option<&str>) -> Result<bool, Refusal> {
-        let action = Action {
-            verb: "get",
-            group: GROUP,
-            resource: "volumesnapshots",
-            subresource: None,
-            namespace,
-            name,
-        };
-        match self.reviewer.authorize(&self.user, action).await {
-            Ok(()) => Ok(true),
-            Err(Denied::Refused(_)) => Ok(false),
-            Err(Denied::Unknown(error)) => Err(Refusal::api("create SubjectAccessReviews", &error)),
-        }
+        let reviewed = self.reviewer.may_get_snapshots(&self.user, namespace, name).await;
+        reviewed.map_err(|error| Refusal::api("create SubjectAccessReviews", &error))
     }
 }
 

@@ -70,8 +70,7 @@ impl<'a> Attempt<'a> {
 
     /// What the driver takes as the base of the listing.
     pub fn base_id(&self) -> Option<&str> {
-        let base = &self.chain.first()?.subject;
-        Some(base.change_id.as_ref().unwrap_or(&base.snapshot_id))
+        Some(self.chain.first()?.subject.base_id())
     }
 
     pub fn is_continued(&self) -> bool {

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::io::Read;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::Digest;
@@ -14,6 +14,12 @@ use super::failure::Failure;
 
 /// The version of the repository format that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 2;
+
+/// 64 random bits, in hex, for a unique name.
+pub fn nonce() -> Result<String> {
+    let random = getrandom::u64().map_err(|error| anyhow!("get random bytes: {error}"))?;
+    Ok(format!("{random:016x}"))
+}
 
 /// A SHA-256, in hex.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -13,9 +13,10 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use tokio::time::Instant;
 
+use super::document::nonce;
 use super::listing::{BaseUnusable, Listing, Query};
 use super::manifest::Manifest;
 use super::merge::Changes;
@@ -107,7 +108,7 @@ async fn write(
     let Restorer { repository, stop, .. } = from;
     let snapshot = take_snapshot(connection, stop, &held.subject.volume_id).await?;
     hit("restore.snapshot_taken")?;
-    let base = held.subject.snapshot_id.clone();
+    let base = held.subject.base_id().to_owned();
     let query = Query::Delta { base, target: snapshot };
     let opened = stop.wait(Listing::open(connection, query, 0)).await;
     let opened = match opened {
@@ -138,10 +139,9 @@ async fn write(
 async fn take_snapshot(connection: &Connection, stop: &Stop, volume_id: &str) -> Result<String> {
     // The device is open exclusively, so no other restore uses one.
     stop.wait(remove_snapshots(connection, volume_id)).await?;
-    let nonce = getrandom::u64().map_err(|error| anyhow!("get random bytes: {error}"))?;
     let request = csi::CreateSnapshotRequest {
         source_volume_id: volume_id.to_owned(),
-        name: format!("{PREFIX}{nonce:016x}"),
+        name: format!("{PREFIX}{}", nonce()?),
         secrets: connection.secrets(),
         ..csi::CreateSnapshotRequest::default()
     };

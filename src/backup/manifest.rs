@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::document::{Hash, VERSION};
+use super::document::{Hash, VERSION, nonce};
 use crate::backend::{Extent, MAX_VOLUME_BYTES};
 
 /// Volume bytes in a chunk, at most.
@@ -36,11 +36,10 @@ pub struct BackupId(String);
 
 impl BackupId {
     pub fn generate(now: SystemTime) -> Result<Self> {
-        let random = getrandom::u64().map_err(|error| anyhow!("get random bytes: {error}"))?;
         let time = humantime::format_rfc3339_millis(now).to_string();
         let time: String =
             time.chars().filter(|letter| !matches!(letter, '-' | ':' | '.')).collect();
-        Self::try_from(format!("{time}-{random:016x}")).map_err(|error| anyhow!(error))
+        Self::try_from(format!("{time}-{}", nonce()?)).map_err(|error| anyhow!(error))
     }
 
     /// An id that is later than the base's, also after the clock of this machine was set back: ids
@@ -156,6 +155,13 @@ pub struct Subject {
     pub full_because: Option<String>,
     /// The set that it belongs to.
     pub group: Option<Group>,
+}
+
+impl Subject {
+    /// What the driver takes as the base of a listing.
+    pub fn base_id(&self) -> &str {
+        self.change_id.as_ref().unwrap_or(&self.snapshot_id)
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

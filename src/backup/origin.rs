@@ -132,10 +132,8 @@ pub fn subject_in_cluster(
     capacity_bytes: u64,
     group: Option<Group>,
 ) -> Result<Subject> {
-    let cluster::Snapshot { what, handle, change_id, volume_handle, claim, created, .. } = snapshot;
-    let volume_id = volume_handle.clone().with_context(|| {
-        format!("{what} was imported, so its volume is unknown: back up a snapshot of a claim")
-    })?;
+    let cluster::Snapshot { handle, change_id, claim, created, .. } = snapshot;
+    let volume_id = snapshot.volume()?.to_owned();
     Ok(Subject {
         volume: claim.clone().unwrap_or_else(|| names::name_of(&volume_id).to_owned()),
         volume_id,

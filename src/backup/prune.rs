@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::document::nonce;
 use super::manifest::{BackupId, Manifest};
 use super::protocol::{self, Family, Outcome, Removal};
 use super::repository::names::{PROBE, mark};
@@ -170,7 +171,7 @@ pub async fn run(
     repository: &Repository,
     planned: impl FnOnce(&Inventory, SystemTime) -> Result<Plan>,
 ) -> Result<Plan> {
-    let owner = Repository::new_owner()?;
+    let owner = nonce()?;
     let probe = mark(PROBE, &owner);
     repository.put_mark(&probe).await?;
     let inventory = repository.inventory().await?;

@@ -25,6 +25,7 @@ use kube::{Api, Client};
 use tokio::time::{sleep, timeout};
 
 use super::args::{ForPod, MoverArgs, NewKey, RepositoryArgs};
+use super::document::nonce;
 use super::manifest::Group;
 use super::repository::Location;
 use super::settings::KeySource;
@@ -80,7 +81,7 @@ impl<'m> Mover<'m> {
             namespace,
             flags: mover,
             template: template.unwrap_or_default(),
-            mark: own::random()?,
+            mark: nonce()?,
             repository,
             one_machine: *one_machine,
             options,
@@ -111,7 +112,7 @@ impl<'m> Mover<'m> {
     pub async fn back_up(&self, snapshot: &str, flags: &[String]) -> Result<String> {
         let found = cluster::snapshot(&self.client, self.namespace, snapshot);
         let found = self.stop.wait(found).await?;
-        check_is_of_volume(&found)?;
+        found.volume()?;
         self.revoke_abandoned().await;
         self.back_up_member(&found, None, flags).await
     }
@@ -123,7 +124,7 @@ impl<'m> Mover<'m> {
         let members = u32::try_from(found.members.len())?;
         let [group_snapshot_id, group_snapshot] = [found.handle, found.name];
         let set = Group { group_snapshot_id, group_snapshot, members };
-        found.members.iter().try_for_each(check_is_of_volume)?;
+        found.members.iter().try_for_each(|member| member.volume().map(drop))?;
         self.revoke_abandoned().await;
         for (number, member) in found.members.iter().enumerate() {
             progress::note(&format!("backing up {}, {} of {members}", member.what, number + 1));
@@ -253,17 +254,6 @@ impl<'m> Mover<'m> {
         let what = format!("PersistentVolumeClaim {}/{name}", self.namespace);
         call(&what, self.claims().get_opt(name)).await.map_err(|failure| failure.error)
     }
-}
-
-/// # Errors
-/// The snapshot was imported, which the command of its pod would refuse.
-fn check_is_of_volume(snapshot: &Snapshot) -> Result<()> {
-    ensure!(
-        snapshot.volume_handle.is_some(),
-        "{} was imported, so its volume is unknown: back up a snapshot of a claim",
-        snapshot.what
-    );
-    Ok(())
 }
 
 fn check_reachable(flag: &str, repository: &Location) -> Result<()> {

@@ -6,13 +6,14 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use kube::api::{DeleteParams, PostParams, Preconditions};
 use kube::{Api, Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep, timeout};
 
+use super::super::document::nonce;
 use super::{CLEAN_UP, Mover, POLL};
 use crate::client::cluster::{Retry, call};
 
@@ -37,12 +38,42 @@ const NAME_PREFIX: &str = "csi-loopback-mover-";
 /// # Errors
 /// The system has no random bytes.
 pub fn new_name() -> Result<String> {
-    Ok(format!("{NAME_PREFIX}{}", random()?))
+    Ok(format!("{NAME_PREFIX}{}", nonce()?))
 }
 
-pub fn random() -> Result<String> {
-    let random = getrandom::u64().map_err(|error| anyhow!("{error}"))?;
-    Ok(format!("{random:016x}"))
+/// Repeats a request for a deletion, which returns whether there was an object, until there is
+/// none: at the earliest after `late`.
+pub async fn until_gone(
+    late: Duration,
+    mut request: impl AsyncFnMut() -> kube::Result<bool>,
+) -> Result<()> {
+    let until = Instant::now() + late;
+    let removal = async {
+        loop {
+            match request().await {
+                Ok(true) => {}
+                Ok(false) if Instant::now() >= until => return Ok(()),
+                Err(kube::Error::Api(status)) if matches!(status.code, 401 | 403) => {
+                    bail!("{}", status.message)
+                }
+                Ok(false) | Err(_) => {}
+            }
+            sleep(POLL).await;
+        }
+    };
+    timeout(CLEAN_UP, removal).await.context("it was not removed in time")?
+}
+
+/// Requests the deletion of an object; returns whether there was one.
+pub async fn request_deletion<K: Object>(
+    api: &Api<K>,
+    name: &str,
+    params: &DeleteParams,
+) -> kube::Result<bool> {
+    match api.delete(name, params).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(false),
+        outcome => outcome.map(|_| true),
+    }
 }
 
 impl Mover<'_> {
@@ -83,21 +114,7 @@ impl Mover<'_> {
         name: &str,
         late: Duration,
     ) -> Result<()> {
-        let until = Instant::now() + late;
-        let removal = async {
-            loop {
-                match self.delete(api, name).await {
-                    Ok(true) => {}
-                    Ok(false) if Instant::now() >= until => return Ok(()),
-                    Err(kube::Error::Api(status)) if matches!(status.code, 401 | 403) => {
-                        bail!("{}", status.message)
-                    }
-                    Ok(false) | Err(_) => {}
-                }
-                sleep(POLL).await;
-            }
-        };
-        timeout(CLEAN_UP, removal).await.context("it was not removed in time")?
+        until_gone(late, async || self.delete(api, name).await).await
     }
 
     /// Requests the deletion of an object of this command; returns whether there was one.
@@ -112,10 +129,7 @@ impl Mover<'_> {
             let uid = found.meta().uid.clone();
             params.preconditions = Some(Preconditions { uid, ..Preconditions::default() });
         }
-        match api.delete(name, &params).await {
-            Err(kube::Error::Api(status)) if status.code == 404 => Ok(false),
-            outcome => outcome.map(|_| true),
-        }
+        request_deletion(api, name, &params).await
     }
 
     fn owns<K: Object>(&self, object: &K) -> bool {

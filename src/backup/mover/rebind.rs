@@ -20,7 +20,8 @@ use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
 use super::job::labels;
-use super::{CLEAN_UP, Mover, POLL, claim};
+use super::own::{request_deletion, until_gone};
+use super::{Mover, POLL, claim};
 use crate::client::cluster::{Failure, Retry, call};
 use crate::client::timed_out;
 use crate::fail_point::hit;
@@ -210,19 +211,10 @@ impl<'r> Rebinding<'r> {
 
     /// Deletes a PersistentVolume, and returns when it is gone.
     async fn delete(&self, name: &str) -> Result<()> {
-        let removal = async {
-            loop {
-                match self.volumes.delete(name, &DeleteParams::default()).await {
-                    Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
-                    Err(kube::Error::Api(status)) if matches!(status.code, 401 | 403) => {
-                        bail!("{}", status.message)
-                    }
-                    Ok(_) | Err(_) => sleep(POLL).await,
-                }
-            }
-        };
-        let gone = timeout(CLEAN_UP, removal).await;
-        gone.with_context(|| format!("PersistentVolume {name} was not removed in time"))?
+        let params = DeleteParams::default();
+        let request = async || request_deletion(&self.volumes, name, &params).await;
+        let gone = until_gone(Duration::ZERO, request).await;
+        gone.with_context(|| format!("PersistentVolume {name}"))
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::names::KEYS;
 use super::run::Ended;
@@ -100,8 +100,7 @@ impl Repository {
     async fn put_slot(&self, id: &str, master: &Master, file: &KeyFile) -> Result<()> {
         let created = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
         let slot = master.slot(id, file, created)?;
-        let random = getrandom::u64().map_err(|error| anyhow!("get random bytes: {error}"))?;
-        let path = format!("{KEYS}/{id}.{}.{random:016x}", slot.key);
+        let path = format!("{KEYS}/{id}.{}.{}", slot.key, document::nonce()?);
         self.store.put(&path, document::write("key", &slot)?).await
     }
 
@@ -163,7 +162,7 @@ impl Repository {
         ensure!(!plan.targets.is_empty(), "no key {key}; `backup key list` shows all");
         // All go or none: a key that opens some of the backups surprises.
         plan.sets.push(plan.targets.clone());
-        let mut removal = Removal::new(Self::new_owner()?, plan);
+        let mut removal = Removal::new(document::nonce()?, plan);
         match self.run_on_keys(&mut removal).await? {
             Ended::With(Outcome::Removed(gone)) if !gone.is_empty() => Ok(()),
             _ => bail!(

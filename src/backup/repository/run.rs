@@ -29,12 +29,6 @@ pub struct Known<'k> {
 const FEW: usize = 4;
 
 impl Repository {
-    /// A unique name for the marks of a prune.
-    pub fn new_owner() -> Result<String> {
-        let random = getrandom::u64().map_err(|error| anyhow!("get random bytes: {error}"))?;
-        Ok(format!("{random:016x}"))
-    }
-
     /// Whether backups exist, and no prune wants them gone. `chains`: they and all they need.
     pub async fn confirm(&self, ids: &[&BackupId], chains: &[Manifest]) -> Result<Outcome<String>> {
         let mut confirm = Confirm::new(ids.iter().map(|id| id.to_string()), None);

@@ -4,7 +4,7 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
-use anyhow::anyhow;
+use anyhow::{Context, anyhow};
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::ListParams;
 use kube::{Api, Client};
@@ -53,6 +53,19 @@ pub struct Snapshot {
     /// Whether its volume has a filesystem, so that a claim in block mode from it is refused while
     /// the content lacks [`ALLOW_MODE_CHANGE`].
     pub is_bound_to_filesystem: bool,
+}
+
+impl Snapshot {
+    /// CSI handle of its volume.
+    ///
+    /// # Errors
+    /// The snapshot was imported.
+    pub fn volume(&self) -> anyhow::Result<&str> {
+        self.volume_handle.as_deref().with_context(|| {
+            let what = &self.what;
+            format!("{what} was imported, so its volume is unknown: back up a snapshot of a claim")
+        })
+    }
 }
 
 /// Annotation of a VolumeSnapshotContent that allows claims in another volume mode (KEP-3141).

@@ -1,7 +1,7 @@
 //! `backup create`: the blocks of a snapshot, read from a device with its data, as a new backup.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::SystemTime;
 
 use anyhow::{Result, bail, ensure};
@@ -126,6 +126,7 @@ impl Job<'_> {
         };
         let created = humantime::format_rfc3339_millis(SystemTime::now()).to_string();
         let manifest = attempt.publish(created).await?;
+        repository.update_index(inventory, &HashSet::new()).await;
         Ok(Created { manifest, existed: false, resumed, cleaned })
     }
 }

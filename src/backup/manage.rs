@@ -88,7 +88,7 @@ pub async fn verify(
 ) -> Result<ExitCode> {
     let start = Instant::now();
     let shown = progress::start("verifying", options.print.quiet);
-    let inventory = stop.wait(repository.inventory()).await?;
+    let inventory = stop.wait(repository.unindexed_inventory()).await?;
     let backups = selected(&inventory, references)?;
     let mut report = verify::verify(repository, &inventory, &backups, stop).await?;
     report.problems.extend(damage(&inventory));

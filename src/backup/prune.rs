@@ -190,9 +190,11 @@ pub async fn run(
     else {
         bail!("the removal did not end");
     };
+    let gone: HashSet<_> = gone.into_iter().collect();
     tidy(repository, &inventory, now).await?;
+    repository.update_index(&inventory, &gone).await;
     let Plan { remove, mut needed, mut unfinished } = plan;
-    let is_gone = |id: &BackupId| gone.iter().any(|one| one == id.as_str());
+    let is_gone = |id: &BackupId| gone.contains(id.as_str());
     unfinished.retain(is_gone);
     let (remove, saved): (Vec<_>, Vec<_>) = remove.into_iter().partition(is_gone);
     needed.extend(saved);

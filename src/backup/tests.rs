@@ -1,6 +1,7 @@
 //! Chains of backups of random volumes, without a driver: what is written is restored, interrupted
 //! writers continue, and copies are equal.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -15,6 +16,7 @@ use super::merge::{Changes, Pages};
 use super::mount::Image;
 use super::prune::{self, Plan};
 use super::repository::format_1;
+use super::repository::index;
 use super::repository::names::{self, mark};
 use super::repository::seal::KeyFile;
 use super::repository::{Location, Repository};
@@ -337,6 +339,55 @@ async fn a_removed_backup_leaves_no_object() {
     assert_eq!(fs::read_dir(directory.path().join("backups")).unwrap().count(), 0);
     assert_eq!(fs::read_dir(directory.path().join("marks")).unwrap().count(), 0);
     assert!(BackupId::generate(SystemTime::now()).unwrap() > samples::id(0));
+}
+
+/// Fails if a command sees other backups with the index than without.
+async fn check_index(repository: &Repository, damaged: usize) -> usize {
+    let (indexed, read) =
+        (repository.inventory().await.unwrap(), repository.unindexed_inventory().await.unwrap());
+    assert!(indexed.backups == read.backups, "the index shows other backups");
+    assert_eq!((indexed.damaged.len(), read.damaged.len()), (damaged, damaged));
+    indexed.copied.len()
+}
+
+#[tokio::test]
+async fn an_index_saves_reads_and_hides_no_change() {
+    let directory = tempfile::tempdir().unwrap();
+    let key = directory.path().join("key");
+    fs::write(&key, [7; 32]).unwrap();
+    let place = directory.path().join("repository");
+    let repository = repository(&place, Some(&key)).await;
+    let many = index::MANY + 1;
+    for number in 0..many {
+        small(&repository, number % 8, None).await;
+    }
+    assert_eq!(check_index(&repository, 0).await, 0);
+    let indexes = || fs::read_dir(place.join("index")).unwrap().flatten().collect::<Vec<_>>();
+    let inventory = repository.inventory().await.unwrap();
+    repository.update_index(&inventory, &HashSet::new()).await;
+    assert_eq!(check_index(&repository, 0).await, many);
+    // Few new ones are read, and a manifest that was replaced is not taken from the index.
+    small(&repository, 0, None).await;
+    let inventory = repository.inventory().await.unwrap();
+    repository.update_index(&inventory, &HashSet::new()).await;
+    let manifest = place.join(names::object(&inventory.backups[0].id, "manifest"));
+    let whole = fs::read(&manifest).unwrap();
+    fs::write(&manifest, vec![0; whole.len()]).unwrap();
+    assert_eq!(check_index(&repository, 1).await, many - 1);
+    fs::write(&manifest, whole).unwrap();
+    assert_eq!(check_index(&repository, 0).await, many - 1);
+    // An index that is damaged or gone is none.
+    let only = indexes()[0].path();
+    let bytes = fs::read(&only).unwrap();
+    fs::write(&only, &bytes[..bytes.len() - 1]).unwrap();
+    assert_eq!(check_index(&repository, 0).await, 0);
+    // A prune that removes many leaves one index, of the others.
+    fs::copy(&only, place.join("index/other")).unwrap();
+    fs::write(&only, &bytes).unwrap();
+    let rules = Rules { keep_last: Some(1), ..Default::default() };
+    prune::run(&repository, |all, now| Ok(prune::plan(all, rules, now))).await.unwrap();
+    assert_eq!(check_index(&repository, 0).await, 1);
+    assert_eq!(indexes().len(), 1);
 }
 
 #[tokio::test]

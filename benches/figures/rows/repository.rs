@@ -1,6 +1,7 @@
 //! Repositories with many backups: 500 in a bucket whose answers take 50 ms, and a prune of 10,000
 //! packs in a directory.
 
+use std::fs;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
@@ -12,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use sha2::{Digest, Sha256};
 
 use super::backup::{command, spend};
 use crate::calls::Capability;
@@ -207,8 +209,8 @@ fn bucket(
     let restored = driver.pool.directory().join("restored");
     let keep = (count / 2).to_string();
     let commands: [(&str, &[&str]); 5] = [
-        ("list", &["backup", "list"]),
         ("incremental backup", &["backup", "create", "last"]),
+        ("list", &["backup", "list"]),
         ("restore of a backup of 1 MiB", &["restore", "last", "--to", text(&restored)]),
         (
             "plan of a prune of half of them",
@@ -234,10 +236,41 @@ fn bucket(
 fn directory(options: Options, report: &mut Report, driver: &Driver, volume: &str) -> Result<()> {
     let packs = options.pick(10_000, 20);
     let place = driver.pool.directory().join("repository");
-    fill(driver, volume, &place, None, "directory", packs + 1)?;
+    fill(driver, volume, &place, None, "directory", 1)?;
+    multiply(&place.join("backups"), packs)?;
+    fill(driver, volume, &place, None, "kept", 1)?;
     let spent = spend(&mut on(driver, &place, None, &["backup", "prune", "--keep-last", "1"]))?;
+    let left = place.join("backups").read_dir()?.count();
+    ensure!(left == 1, "{left} backups remain");
     let what = format!("prune of {packs} packs, as many backups, in a directory");
     let row = Row::value("repository", what, spent.describe());
     report.row(spent.cost(row));
+    Ok(())
+}
+
+/// Copies the only backup until there are `count`: so many real ones would take hours. A prune reads
+/// manifests, which get their own ids; pages and packs are equal.
+fn multiply(backups: &Path, count: u64) -> Result<()> {
+    let entry = backups.read_dir()?.next().context("no backup")??;
+    let id = entry.file_name().into_string().map_err(|name| anyhow!("{name:?}"))?;
+    let (time, _) = id.rsplit_once('-').context("the id of the backup")?;
+    let manifest = fs::read_to_string(entry.path().join("manifest"))?;
+    let text = manifest.split_once(",\"manifest\":").and_then(|(_, rest)| rest.strip_suffix("}\n"));
+    let text = text.context("the manifest of the backup")?;
+    for number in 1..count {
+        let copy = format!("{time}-{number:016x}");
+        let to = backups.join(&copy);
+        for directory in ["intent", "pages", "packs"] {
+            fs::create_dir_all(to.join(directory))?;
+            for file in entry.path().join(directory).read_dir()? {
+                let file = file?;
+                fs::copy(file.path(), to.join(directory).join(file.file_name()))?;
+            }
+        }
+        fs::write(to.join("complete"), [])?;
+        let text = text.replace(&id, &copy);
+        let hash: String = Sha256::digest(&text).iter().map(|byte| format!("{byte:02x}")).collect();
+        fs::write(to.join("manifest"), format!("{{\"hash\":\"{hash}\",\"manifest\":{text}}}\n"))?;
+    }
     Ok(())
 }

@@ -59,6 +59,9 @@ pub enum Name<I> {
 }
 
 /// What a machine wants to be done next.
+///
+/// Marks that are put or deleted one after the other, and deletions of the same part, do not depend
+/// on each other: the executor performs them in any order, and together.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Operation<I> {
     PutIntent(I),
@@ -75,6 +78,18 @@ pub enum Operation<I> {
     Delete(Part, I),
     DeleteMark(I, I),
     End(Outcome<I>),
+}
+
+impl<I> Operation<I> {
+    /// Whether `next` may be performed together with this operation, which came before it.
+    pub fn goes_with(&self, next: &Self) -> bool {
+        match (self, next) {
+            (Self::PutMark(..), Self::PutMark(..))
+            | (Self::DeleteMark(..), Self::DeleteMark(..)) => true,
+            (Self::Delete(part, _), Self::Delete(other, _)) => part == other,
+            _ => false,
+        }
+    }
 }
 
 /// The answer to an operation.

@@ -98,11 +98,11 @@ impl<I: Id> Machine<I> for Removal<I> {
             }
             (Step::Attempts(seen), Answer::Done) => {
                 let gone = self.plan.decide(seen, &self.me);
-                let gone = referrers_first(gone, &seen.intents);
-                let mut operations = deletions(&gone, &self.me);
+                let generations = referrers_first(gone, &seen.intents);
+                let mut operations = deletions(&generations, &self.me);
                 operations.extend(seen.stray_marks());
                 operations.reverse();
-                self.step = Step::Removing(operations, gone);
+                self.step = Step::Removing(operations, generations.concat());
                 self.next(Answer::Done)
             }
             (Step::Removing(left, gone), _) => {
@@ -179,9 +179,13 @@ impl<I: Id> Plan<I> {
     }
 }
 
-/// So that a prune that is killed leaves no backup without its base. Newer ones go first.
-fn referrers_first<I: Id>(mut rest: BTreeSet<I>, intents: &BTreeMap<I, BTreeSet<I>>) -> Vec<I> {
-    let mut ordered = Vec::with_capacity(rest.len());
+/// Generations that do not refer to later ones, so that a prune that is killed leaves no backup
+/// without its base. Newer ones go first.
+fn referrers_first<I: Id>(
+    mut rest: BTreeSet<I>,
+    intents: &BTreeMap<I, BTreeSet<I>>,
+) -> Vec<Vec<I>> {
+    let mut ordered = Vec::new();
     while !rest.is_empty() {
         let referred: BTreeSet<&I> =
             rest.iter().filter_map(|id| intents.get(id)).flatten().collect();
@@ -191,16 +195,19 @@ fn referrers_first<I: Id>(mut rest: BTreeSet<I>, intents: &BTreeMap<I, BTreeSet<
             // A circle, which no writer writes.
             next.extend(rest.iter().cloned());
         }
-        rest.retain(|id| !next.contains(id));
-        ordered.extend(next);
+        let begun: BTreeSet<&I> = next.iter().collect();
+        rest.retain(|id| !begun.contains(id));
+        ordered.push(next);
     }
     ordered
 }
 
-fn deletions<I: Id>(gone: &[I], me: &I) -> Vec<Operation<I>> {
-    let parts = |id: &I| {
-        [Part::Manifest, Part::Data, Part::Intent].map(|part| Operation::Delete(part, id.clone()))
+fn deletions<I: Id>(generations: &[Vec<I>], me: &I) -> Vec<Operation<I>> {
+    let parts = [Part::Manifest, Part::Data, Part::Intent];
+    let each = |ids: &Vec<I>, part: Part| {
+        ids.iter().map(|id| Operation::Delete(part, id.clone())).collect::<Vec<_>>()
     };
-    let marks = gone.iter().map(|id| Operation::DeleteMark(id.clone(), me.clone()));
-    gone.iter().flat_map(parts).chain(marks).collect()
+    let deleted = generations.iter().flat_map(|ids| parts.iter().flat_map(|part| each(ids, *part)));
+    let all = generations.iter().flatten();
+    deleted.chain(all.map(|id| Operation::DeleteMark(id.clone(), me.clone()))).collect()
 }

@@ -1,4 +1,4 @@
-//! What a repository holds: one list, and the manifests that it names.
+//! What a repository holds: one list, and the manifests that it names, most of them from an index.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -10,8 +10,8 @@ use super::names::Listing;
 use crate::backup::failure::Failure;
 use crate::backup::manifest::{BackupId, Intent, Manifest, check_chain, check_pair};
 
-/// Manifests that are read at the same time.
-const PARALLEL: usize = 32;
+/// Requests at the same time.
+pub(super) const PARALLEL: usize = 32;
 
 /// What a repository holds.
 #[derive(Debug, Default)]
@@ -26,17 +26,31 @@ pub struct Inventory {
     /// cannot be read.
     pub unfinished: Vec<(BackupId, Option<Intent>)>,
     pub listing: Listing,
+    /// Backups whose manifest is from the index, and the number of manifests in it.
+    pub copied: HashSet<BackupId>,
+    pub copies: usize,
 }
 
 impl Inventory {
-    pub(super) async fn read(repository: &Repository) -> Result<Self> {
+    pub(super) async fn read(repository: &Repository, use_index: bool) -> Result<Self> {
         let listing = Listing::new(repository.store.list(None).await?);
         let mut inventory = Self::default();
         let mut manifests = Vec::new();
+        let mut index = match use_index {
+            true => repository.index(&listing).await,
+            false => Default::default(),
+        };
+        inventory.copies = index.len();
         for (id, attempt) in &listing.attempts {
-            match (attempt.has_manifest, attempt.intents.first()) {
-                (true, Some(_)) => manifests.push(id.clone()),
-                (false, Some(references)) => {
+            match (attempt.manifest, attempt.intents.first()) {
+                (Some(stamp), Some(_)) => match index.take(id, stamp) {
+                    Some(manifest) => {
+                        inventory.copied.insert(id.clone());
+                        inventory.backups.push(manifest);
+                    }
+                    None => manifests.push(id.clone()),
+                },
+                (None, Some(references)) => {
                     if attempt.was_complete && !listing.is_marked(id) {
                         let error = anyhow!("its manifest is missing");
                         inventory.damaged.push((id.clone(), error));

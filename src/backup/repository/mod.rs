@@ -3,6 +3,7 @@
 //! protocol by which processes share it.
 
 pub mod format_1;
+pub mod index;
 mod inventory;
 pub mod keys;
 pub mod location;
@@ -24,7 +25,7 @@ use super::failure::Failure;
 use super::manifest::{BackupId, CHUNK_BYTES, Chunk, Intent, Manifest, PACK_BYTES, Page};
 pub use inventory::Inventory;
 pub use location::Location;
-use names::{BACKUPS, DESCRIPTION, KEYS, MARKS, RESERVE, References, directory, object};
+use names::{BACKUPS, DESCRIPTION, INDEX, KEYS, MARKS, RESERVE, References, directory, object};
 pub use run::{Ended, Known};
 use seal::{KeyFile, Masters};
 pub use store::Store;
@@ -90,7 +91,12 @@ impl Repository {
 
     /// All backups and what else there is.
     pub async fn inventory(&self) -> Result<Inventory> {
-        Inventory::read(self).await
+        Inventory::read(self, true).await
+    }
+
+    /// The same from the manifests themselves, without an index.
+    pub async fn unindexed_inventory(&self) -> Result<Inventory> {
+        Inventory::read(self, false).await
     }
 
     pub async fn manifest(&self, id: &BackupId) -> Result<Option<Manifest>> {
@@ -203,7 +209,8 @@ impl Repository {
 
     /// Removes staged files and empty directories that killed processes left before this time.
     pub fn sweep(&self, before: SystemTime, known: &HashSet<&str>) {
-        for (directory, known) in [("", None), (KEYS, None), (MARKS, None), (BACKUPS, Some(known))]
+        for (directory, known) in
+            [("", None), (INDEX, None), (KEYS, None), (MARKS, None), (BACKUPS, Some(known))]
         {
             let is_known = |name: &str| known.is_none_or(|known| known.contains(name));
             self.store.sweep(directory, is_known, before);
@@ -244,7 +251,7 @@ fn damaged(path: &str) -> Failure {
 
 /// Writes the description of a new repository. Another process may do so as well.
 async fn describe(store: &Store, location: &Location, root: Option<&Path>) -> Result<()> {
-    let own = [DESCRIPTION, RESERVE, BACKUPS, KEYS, MARKS];
+    let own = [DESCRIPTION, RESERVE, BACKUPS, INDEX, KEYS, MARKS];
     let is_own = |path: &str| path.split('/').next().is_some_and(|top| own.contains(&top));
     if store.list(None).await?.iter().any(|object| !is_own(&object.path)) {
         bail!(

@@ -8,10 +8,13 @@
 //! - `backups/ID/manifest`: makes it a backup
 //! - `backups/ID/complete`: it was acknowledged
 //! - `marks/ID.OWNER`: a prune wants it gone
+//! - `index/NONCE`: copies of manifests
 //! - `reserve`: space for a prune of a full repository
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
 
 use super::store::Listed;
 use crate::backup::manifest::{BackupId, Manifest, Part};
@@ -19,6 +22,7 @@ use crate::backup::manifest::{BackupId, Manifest, Part};
 pub const DESCRIPTION: &str = "repository.json";
 pub const RESERVE: &str = "reserve";
 pub const BACKUPS: &str = "backups";
+pub const INDEX: &str = "index";
 pub const KEYS: &str = "keys";
 pub const MARKS: &str = "marks";
 
@@ -92,12 +96,28 @@ impl References {
     }
 }
 
+/// By which an object that was put anew is told from the earlier one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stamp {
+    size: u64,
+    /// Nanoseconds since 1970 by the clock of the store.
+    modified: u64,
+}
+
+impl Stamp {
+    fn of(object: &Listed) -> Self {
+        let since = object.modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self { size: object.size, modified: u64::try_from(since.as_nanos()).unwrap_or(u64::MAX) }
+    }
+}
+
 /// The objects of an attempt.
 #[derive(Debug, Clone, Default)]
 pub struct Attempt {
     /// One, unless the process was copied.
     pub intents: Vec<References>,
-    pub has_manifest: bool,
+    pub manifest: Option<Stamp>,
     /// It was acknowledged as a backup once.
     pub was_complete: bool,
     /// Sizes by number.
@@ -139,6 +159,8 @@ pub struct Listing {
     pub attempts: BTreeMap<BackupId, Attempt>,
     /// On what, and whose; when each was put, by the clock of the store.
     pub marks: BTreeMap<(String, String), SystemTime>,
+    /// Paths of indexes, and when each was put.
+    pub indexes: BTreeSet<(SystemTime, String)>,
     /// The time of the newest object, by the clock of the store.
     pub newest: Option<SystemTime>,
 }
@@ -156,6 +178,10 @@ impl Listing {
             self.marks.insert(mark, object.modified);
             return;
         }
+        if object.path.strip_prefix(INDEX).is_some_and(|rest| rest.starts_with('/')) {
+            self.indexes.insert((object.modified, object.path.clone()));
+            return;
+        }
         let path = object.path.strip_prefix(BACKUPS).and_then(|path| path.strip_prefix('/'));
         let Some((id, name)) = path.and_then(|path| path.split_once('/')) else { return };
         // Another name is not this program's.
@@ -163,7 +189,7 @@ impl Listing {
         let attempt = self.attempts.entry(id).or_default();
         attempt.modified = attempt.modified.max(Some(object.modified));
         match name.split_once('/') {
-            None if name == "manifest" => attempt.has_manifest = true,
+            None if name == "manifest" => attempt.manifest = Some(Stamp::of(object)),
             None if name == "complete" => attempt.was_complete = true,
             Some(("intent", name)) => attempt.intents.push(References::parse(name)),
             Some((kind @ ("pages" | "packs"), number)) => {
@@ -192,7 +218,7 @@ impl Listing {
             })
         };
         let own = self.attempts.get(&backup.id);
-        own.is_some_and(|own| own.has_manifest && !own.intents.is_empty())
+        own.is_some_and(|own| own.manifest.is_some() && !own.intents.is_empty())
             && backup.parts.iter().all(has_part)
     }
 }

@@ -1,11 +1,14 @@
 //! Performs the operations of the protocol's machines ([`crate::backup::protocol`]) on the store.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use anyhow::{Context, Result, anyhow};
+use tokio::task::JoinSet;
 
 use super::Repository;
-use super::names::{self, BACKUPS, KEYS, Listing, MARKS, RESERVE, object};
+use super::inventory::PARALLEL;
+use super::names::{self, BACKUPS, KEYS, Listing, MARKS, RESERVE, directory, object};
+use super::store::Listed;
 use crate::backup::manifest::{BackupId, Intent, Manifest};
 use crate::backup::protocol::{Answer, Confirm, Machine, Name, Operation, Outcome, Part};
 
@@ -41,8 +44,12 @@ impl Repository {
 
     /// Drives a machine until it ends or wants data to be written.
     pub async fn run(&self, machine: &mut impl Machine<String>, known: Known<'_>) -> Result<Ended> {
+        let mut together = Vec::<Operation<String>>::new();
         loop {
             let operation = machine.next(Answer::Done);
+            if together.first().is_some_and(|first| !first.goes_with(&operation)) {
+                self.change(std::mem::take(&mut together)).await?;
+            }
             match &operation {
                 Operation::PutIntent(_) => {
                     self.put_intent(known.intent.context("there is no intent")?).await?;
@@ -55,10 +62,6 @@ impl Repository {
                         machine.next(Answer::Listed(name));
                     }
                 }
-                Operation::Delete(part, id) => {
-                    let id = BackupId::try_from(id.clone()).map_err(|error| anyhow!(error))?;
-                    self.delete(*part, &id).await?;
-                }
                 Operation::ListMarks(_) => {
                     let is_on_backup = |on: &str| BackupId::try_from(on.to_owned()).is_ok();
                     for (on, by) in self.marks().await? {
@@ -67,9 +70,10 @@ impl Repository {
                         }
                     }
                 }
-                Operation::PutMark(..) | Operation::DeleteMark(..) | Operation::More => {
-                    self.change_mark(&operation).await?;
+                Operation::PutMark(..) | Operation::DeleteMark(..) | Operation::Delete(..) => {
+                    together.push(operation);
                 }
+                Operation::More => {}
                 Operation::Write => return Ok(Ended::Write),
                 Operation::End(outcome) => return Ok(Ended::With(outcome.clone())),
             }
@@ -103,6 +107,36 @@ impl Repository {
         }
     }
 
+    /// Performs operations that [go together](Operation::goes_with).
+    async fn change(&self, operations: Vec<Operation<String>>) -> Result<()> {
+        let mut marks = JoinSet::new();
+        let (mut lifted, mut deleted) = (Vec::new(), (Part::Manifest, BTreeSet::new()));
+        for operation in operations {
+            match operation {
+                Operation::PutMark(on, by) => {
+                    if marks.len() >= PARALLEL
+                        && let Some(put) = marks.join_next().await
+                    {
+                        put.context("the task panicked")??;
+                    }
+                    let repository = self.clone();
+                    marks.spawn(async move { repository.put_mark(&names::mark(&on, &by)).await });
+                }
+                Operation::DeleteMark(on, by) => lifted.push(names::mark(&on, &by)),
+                Operation::Delete(part, id) => {
+                    deleted.0 = part;
+                    deleted.1.insert(BackupId::try_from(id).map_err(|error| anyhow!(error))?);
+                }
+                _ => {}
+            }
+        }
+        while let Some(put) = marks.join_next().await {
+            put.context("the task panicked")??;
+        }
+        self.store.delete_all(lifted).await?;
+        self.delete(deleted.0, &deleted.1).await
+    }
+
     async fn change_mark(&self, operation: &Operation<String>) -> Result<()> {
         match operation {
             Operation::PutMark(on, by) => self.put_mark(&names::mark(on, by)).await,
@@ -133,22 +167,17 @@ impl Repository {
             backups().map(|backup| (backup.id.as_str(), backup)).collect();
         let mut wanted: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
         wanted.extend(backups().flat_map(|one| &one.parts).map(|part| part.attempt.as_str()));
-        let mut objects = Vec::new();
-        if !ids.is_empty() && wanted.len() <= FEW {
-            for id in &wanted {
-                objects.extend(self.store.list(Some(&format!("{BACKUPS}/{id}"))).await?);
-            }
-        } else {
-            objects = self.store.list(Some(BACKUPS)).await?;
+        if ids.is_empty() {
+            wanted.clear();
         }
-        let listing = Listing::new(objects);
+        let listing = Listing::new(self.objects_of(&wanted).await?);
         let mut names = Vec::new();
         for (id, attempt) in &listing.attempts {
             for references in &attempt.intents {
                 let references = references.ids().map(ToString::to_string).collect();
                 names.push(Name::Intent(id.to_string(), references));
             }
-            if attempt.has_manifest {
+            if attempt.manifest.is_some() {
                 names.push(Name::Manifest(id.to_string()));
             }
             if is_whole(id.as_str(), &by_id, &listing, known.chain.is_empty()) {
@@ -158,18 +187,42 @@ impl Repository {
         Ok(names)
     }
 
-    async fn delete(&self, part: Part, id: &BackupId) -> Result<()> {
-        match part {
-            Part::Manifest => {
-                self.store.delete(&object(id, "complete")).await?;
-                self.store.delete(&object(id, "manifest")).await
-            }
-            Part::Data => {
-                self.store.delete_all(&object(id, "packs")).await?;
-                self.store.delete_all(&object(id, "pages")).await
-            }
-            Part::Intent => self.store.delete_all(&names::directory(id)).await,
+    /// The objects of these attempts, and perhaps of others; of all without an id.
+    async fn objects_of(&self, ids: &BTreeSet<&str>) -> Result<Vec<Listed>> {
+        if ids.is_empty() || ids.len() > FEW {
+            return self.store.list(Some(BACKUPS)).await;
         }
+        let mut objects = Vec::new();
+        for id in ids {
+            objects.extend(self.store.list(Some(&format!("{BACKUPS}/{id}"))).await?);
+        }
+        Ok(objects)
+    }
+
+    async fn delete(&self, part: Part, ids: &BTreeSet<BackupId>) -> Result<()> {
+        if ids.is_empty() {
+            return Ok(());
+        }
+        if part == Part::Manifest {
+            for name in ["complete", "manifest"] {
+                self.store.delete_all(ids.iter().map(|id| object(id, name)).collect()).await?;
+            }
+            return Ok(());
+        }
+        let directories: Vec<String> = match part {
+            Part::Data => {
+                ids.iter().flat_map(|id| ["packs", "pages"].map(|of| object(id, of))).collect()
+            }
+            _ => ids.iter().map(directory).collect(),
+        };
+        let wanted: HashSet<&str> = directories.iter().map(String::as_str).collect();
+        let is_wanted =
+            |path: &str| path.match_indices('/').any(|(end, _)| wanted.contains(&path[..end]));
+        let objects = self.objects_of(&ids.iter().map(BackupId::as_str).collect()).await?;
+        let paths = objects.into_iter().map(|object| object.path);
+        self.store.delete_all(paths.filter(|path| is_wanted(path)).collect()).await?;
+        self.store.clear(&directories);
+        Ok(())
     }
 }
 

@@ -98,24 +98,31 @@ impl Store {
         }
     }
 
-    /// Removes all objects below `directory/`, as many at once as the store can.
-    pub async fn delete_all(&self, directory: &str) -> Result<()> {
+    /// Removes objects, as many at once as the store can.
+    pub async fn delete_all(&self, paths: Vec<String>) -> Result<()> {
+        if paths.is_empty() {
+            return Ok(());
+        }
         hit("backup.delete")?;
-        let paths = self.objects.list(Some(&Path::from(directory)));
-        let paths = paths.map(|object| object.map(|object| object.location));
+        let paths = tokio_stream::iter(paths)
+            .map(|path| Ok(Path::parse(&path).unwrap_or_else(|_| Path::from(path))));
         let mut deleted = self.objects.delete_stream(Box::pin(paths));
         while let Some(outcome) = deleted.next().await {
             match outcome {
                 Ok(_) | Err(Error::NotFound { .. }) => hit("backup.deleted")?,
-                Err(error) => return Err(error).with_context(|| format!("delete {directory}")),
+                Err(error) => return Err(error).context("delete objects"),
             }
         }
-        if let Some(root) = &self.root {
-            // With the files that a killed process was writing, which no list shows. What a live one
-            // writes at this moment is found by a later prune.
+        Ok(())
+    }
+
+    /// Removes directories with the files that a killed process was writing, which no list shows.
+    /// What a live one writes at this moment is found by a later prune.
+    pub fn clear(&self, directories: &[String]) {
+        let Some(root) = &self.root else { return };
+        for directory in directories {
             let _ = std::fs::remove_dir_all(root.join(directory));
         }
-        Ok(())
     }
 
     /// Removes files of the directory `directory` that killed processes were writing, and

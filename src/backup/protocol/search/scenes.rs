@@ -113,6 +113,13 @@ fn scenes() -> Vec<Scene> {
             &[(B, None)],
             &[&[B]],
         ),
+        // By symmetry, marks and deletions in both orders.
+        scene(
+            "two bases are pruned together while a writer adds to each",
+            vec![writer(X, &[from(B)]), writer(Y, &[from(C)]), prune(P, &[B, C], &[K])],
+            &[(B, None), (C, None), (K, None)],
+            &[&[B, C, K, X, Y]],
+        ),
         scene(
             "a chain is pruned while a writer adds to it",
             vec![

@@ -4,9 +4,11 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use nix::sys::signal::Signal;
 use support::driver::*;
 use support::path;
 
+use super::mount::{self, Mount};
 use super::{files, two_backups};
 
 /// A mount of a test, removed also after a panic.
@@ -33,6 +35,10 @@ fn a_read_only_repository_is_read_and_restored_from() {
         rig.json(&["backup", "prune", "--keep-last", "1", "--dry-run"]);
         rig.verify();
         rig.restores("b");
+        let mount = Mount::new(&rig, "b");
+        mount::check(&rig, &mount.image(), "b");
+        mount.signal(Signal::SIGTERM);
+        assert!(mount.ended().0.success());
         let copy = driver.scratch().join("copy");
         rig.json(&["backup", "copy", "--to", path(&copy)]);
         rig.repository[1] = path(&copy).to_owned();

@@ -16,14 +16,14 @@ use support::{MIB, path};
 use super::{Rig, files, two_backups};
 
 /// A mount and its command.
-struct Mount {
+pub struct Mount {
     child: Child,
     directory: PathBuf,
 }
 
 impl Mount {
     /// Mounts, and waits until the image exists.
-    fn new(rig: &Rig<'_>, backup: &str) -> Self {
+    pub fn new(rig: &Rig<'_>, backup: &str) -> Self {
         let directory = rig.driver.scratch().join("mount");
         let _ = fs::create_dir(&directory);
         let arguments = ["backup", "mount", backup, path(&directory), "--output", "ndjson"];
@@ -38,16 +38,16 @@ impl Mount {
         mount
     }
 
-    fn image(&self) -> PathBuf {
+    pub fn image(&self) -> PathBuf {
         self.directory.join("image")
     }
 
-    fn signal(&self, signal: Signal) {
+    pub fn signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.child.id().cast_signed()), signal).unwrap();
     }
 
     /// Waits for the end, after which nothing is mounted; returns what the command printed.
-    fn ended(mut self) -> (ExitStatus, Value, String) {
+    pub fn ended(mut self) -> (ExitStatus, Value, String) {
         let status = self.child.wait().unwrap();
         assert_eq!(fs::read_dir(&self.directory).unwrap().count(), 0, "the mount remains");
         let [out, error] = [
@@ -67,7 +67,7 @@ impl Drop for Mount {
 }
 
 /// Holds the image, in order and in random parts, against the bytes of the snapshot.
-fn check(rig: &Rig<'_>, image: &Path, snapshot: &str) {
+pub fn check(rig: &Rig<'_>, image: &Path, snapshot: &str) {
     rig.holds(image, snapshot);
     let bytes = &rig.images[snapshot];
     support::kernel::drop_page_cache();

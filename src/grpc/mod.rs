@@ -2,6 +2,7 @@
 //! through as bytes. For servers: how a socket is created ([`socket`]), how each call runs
 //! ([`call`]), and serving until shutdown ([`serve`]).
 
+pub mod authority;
 pub mod call;
 pub mod endpoint;
 pub mod reflection;

@@ -17,6 +17,7 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::transport::server::Router;
 
+use super::authority::AnyAuthority;
 use super::call::Calls;
 use crate::telemetry::accept::BackoffAcceptor;
 use crate::telemetry::shutdown::Shutdown;
@@ -45,7 +46,10 @@ pub async fn until_shutdown(
 
 /// Accepts connections until draining begins. (tonic itself retries a failing listener without a
 /// pause.)
-fn incoming(listener: UnixListener, shutdown: Shutdown) -> ReceiverStream<io::Result<UnixStream>> {
+fn incoming(
+    listener: UnixListener,
+    shutdown: Shutdown,
+) -> ReceiverStream<io::Result<AnyAuthority<UnixStream>>> {
     let (ready, connections) = mpsc::channel(1);
     tokio::spawn(async move {
         let mut acceptor = BackoffAcceptor::default();
@@ -55,7 +59,7 @@ fn incoming(listener: UnixListener, shutdown: Shutdown) -> ReceiverStream<io::Re
                 () = shutdown.draining() => return,
                 () = ready.closed() => return,
             };
-            if ready.send(Ok(next)).await.is_err() {
+            if ready.send(Ok(AnyAuthority::new(next))).await.is_err() {
                 return;
             }
         }
@@ -117,7 +121,8 @@ async fn serve_connection<F>(
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder.auto_date_header(false).max_concurrent_streams(STREAMS);
     builder.initial_stream_window_size(WINDOW).initial_connection_window_size(STREAMS * WINDOW);
-    let mut served = pin!(builder.serve_connection(TokioIo::new(stream), handler));
+    let mut served =
+        pin!(builder.serve_connection(TokioIo::new(AnyAuthority::new(stream)), handler));
     tokio::select! {
         result = served.as_mut() => return log_result(result),
         () = shutdown.draining() => {}

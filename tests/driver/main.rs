@@ -3,6 +3,7 @@
 
 mod backup;
 mod bases;
+mod clients;
 mod commands;
 mod conditions;
 mod controller;

@@ -19,10 +19,6 @@ const RAW_RESPONSES: [&str; 6] = [
     ".snapshotsession.GetDeltaResponse",
 ];
 
-/// A request that servers decode with their own type.
-const LEGACY_REQUEST: (&str, &str) =
-    (".csi.v1.NodePublishVolumeRequest", "crate::proto::legacy::PublishRequest");
-
 /// What `--version` prints: the package's version, and the commit if CSI_LOOPBACK_COMMIT names one, as
 /// hack/image.sh does. Git is not called, since a commit would then rebuild the crate in each clone.
 fn set_version() -> Result<(), Box<dyn Error>> {
@@ -53,8 +49,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata")
         .extern_path(".snapshotsession", "crate::proto::snapshotsession")
         .extern_path(".crust", "crate::proto::crust")
-        .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1")
-        .extern_path(LEGACY_REQUEST.0, LEGACY_REQUEST.1);
+        .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1");
     RAW_RESPONSES
         .iter()
         .fold(configuration, |all, message| all.extern_path(message, "crate::grpc::RawMessage"))

@@ -16,7 +16,6 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::grpc::{Endpoint, RawMessage};
 use crate::proto::csi::v1 as csi;
-use crate::proto::legacy::PublishRequest;
 use csi::controller_server::{Controller, ControllerServer};
 use csi::node_server::{Node, NodeServer};
 use csi::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
@@ -299,9 +298,9 @@ service! { Node, [
 
     async fn node_publish_volume(
         &self,
-        request: Request<PublishRequest>,
+        request: Request<csi::NodePublishVolumeRequest>,
     ) -> Answer<csi::NodePublishVolumeResponse> {
-        let PublishRequest { request, .. } = request.into_inner();
+        let request = request.into_inner();
         let target = PathBuf::from(request.target_path);
         self.call("node_publish_volume", |state| {
             assert!(request.readonly && !target.exists(), "{}", target.display());

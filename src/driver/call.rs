@@ -4,7 +4,6 @@
 pub use crate::grpc::call::{Call, Calls, Describe, Subject};
 use crate::grpc::call::{note, note_session};
 use crate::proto::csi::v1 as csi;
-use crate::proto::legacy::PublishRequest;
 use crate::proto::snapshotsession as session;
 
 macro_rules! describe {
@@ -98,24 +97,10 @@ macro_rules! describe_deferrable {
 }
 
 describe_deferrable! {
+    NodePublishVolumeRequest: target_path,
     NodeUnpublishVolumeRequest: target_path,
     NodeGetVolumeStatsRequest: volume_path,
     NodeExpandVolumeRequest: volume_path,
-}
-
-impl Describe for csi::NodePublishVolumeRequest {
-    fn describe(&self, subject: &mut Subject) {
-        subject.volume_id = note(&self.volume_id);
-        subject.path = note(&self.target_path);
-        subject.deferred = self.defer_fs_ops;
-    }
-}
-
-impl Describe for PublishRequest {
-    fn describe(&self, subject: &mut Subject) {
-        self.request.describe(subject);
-        subject.deferred |= self.has_legacy_field;
-    }
 }
 
 impl Describe for session::GetAllocatedRequest {

@@ -63,19 +63,6 @@ pub fn from_publish(
     Ok(Some(requested.unwrap_or(Deferral { group, policy: None })))
 }
 
-/// Refuses a caller that uses the legacy number of `defer_fs_ops`. The group fields also have other
-/// numbers then, so the request cannot be served.
-pub fn check_field_number(has_legacy_field: bool) -> Checked<()> {
-    match has_legacy_field {
-        false => Ok(()),
-        true => Err(Error::Precondition(
-            "defer_fs_ops: the caller uses the field number from before CSI v1.13, and this host must not mount a deferred \
-             volume; upgrade the node proxy or client"
-                .to_owned(),
-        )),
-    }
-}
-
 /// Refuses secrets: a secret would be written to disk for the runtime (the proposal, "Handling of
 /// NodePublish secrets").
 fn check_secrets(req: &csi::NodePublishVolumeRequest) -> Checked<()> {

@@ -8,7 +8,6 @@ use super::target_root::TargetRoot;
 use super::{Plugin, deferral, health, inline, request, response};
 use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
 use crate::proto::csi::v1 as csi;
-use crate::proto::legacy::PublishRequest;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
 
@@ -49,7 +48,7 @@ impl Node for Plugin {
 
     async fn node_publish_volume(
         &self,
-        request: Request<PublishRequest>,
+        request: Request<csi::NodePublishVolumeRequest>,
     ) -> Result<Response<csi::NodePublishVolumeResponse>, Status> {
         self.call("NodePublishVolume", request, publish).await
     }
@@ -153,9 +152,10 @@ fn unstage(
     Ok(csi::NodeUnstageVolumeResponse {})
 }
 
-fn publish(plugin: &Plugin, req: PublishRequest) -> Result<csi::NodePublishVolumeResponse, Status> {
-    let PublishRequest { request: req, has_legacy_field } = req;
-    deferral::check_field_number(has_legacy_field)?;
+fn publish(
+    plugin: &Plugin,
+    req: csi::NodePublishVolumeRequest,
+) -> Result<csi::NodePublishVolumeResponse, Status> {
     if request::is_inline(&req.volume_context)? {
         return inline::publish(plugin, req);
     }

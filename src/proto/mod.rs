@@ -48,7 +48,5 @@ pub mod admin {
     }
 }
 
-pub mod legacy;
-
 /// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");

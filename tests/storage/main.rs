@@ -5,7 +5,6 @@ mod attachment;
 mod bases;
 mod clone_ahead;
 mod corruption;
-mod earlier_versions;
 mod failures;
 mod features;
 mod filesystems;

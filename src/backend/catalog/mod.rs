@@ -5,7 +5,6 @@
 mod file;
 mod snapshots;
 mod verify;
-mod version_1;
 
 use std::fmt;
 use std::fs;
@@ -18,7 +17,7 @@ use redb::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::direct::DirectFile;
 use super::error::{Context, Error, Kind, Result};
@@ -39,8 +38,6 @@ const FORMAT_VERSION: &str = "2";
 
 /// Key of `META`: the format version.
 const VERSION: &str = "version";
-/// Key of `META`: set until a start has searched the directories for leftover files.
-const SWEEP: &str = "sweep";
 
 /// Size of the page cache of the catalog, in bytes.
 const CACHE_BYTES: usize = 4 << 20;
@@ -214,8 +211,7 @@ impl Catalog {
         self.store(Mode::Durable).map(drop)
     }
 
-    /// Creates the tables of a new catalog, converts those of an earlier version, and rejects a
-    /// later version.
+    /// Creates the tables of a new catalog, and rejects one of another format version.
     fn prepare(&self, is_blank: bool) -> Result<()> {
         if is_blank {
             return self.write(|tx| {
@@ -230,11 +226,7 @@ impl Catalog {
                 Ok(())
             });
         }
-        if self.read()?.is_of_version_1()? {
-            info!(to = FORMAT_VERSION, "converting the catalog from format version 1");
-            self.write(|tx| version_1::migrate(&tx.inner))?;
-        }
-        Ok(())
+        self.read()?.check_version()
     }
 
     /// A consistent view of all rows.
@@ -287,27 +279,20 @@ impl Catalog {
 pub struct ReadTx(ReadTransaction);
 
 impl ReadTx {
-    /// Whether the catalog has format version 1. A catalog file always has its tables: one without
-    /// tables is damaged, not new.
-    fn is_of_version_1(&self) -> Result<bool> {
+    /// Rejects a catalog of another format version. A catalog file always has its tables: one
+    /// without tables is damaged, not new.
+    fn check_version(&self) -> Result<()> {
         let meta = self.0.open_table(META);
         let meta = meta.map_err(|_| verify::damaged("its tables are missing"))?;
         let version = meta.get(VERSION).map_err(failed)?;
         match version.as_ref().map(|version| version.value()) {
-            Some(FORMAT_VERSION) => Ok(false),
-            Some(version_1::FORMAT_VERSION) => Ok(true),
+            Some(FORMAT_VERSION) => Ok(()),
             other => Err(Error::Damaged(format!(
-                "the catalog has format version {}, but this version of csi-loopback supports only 1 and \
-                 {FORMAT_VERSION}; use the version that wrote it, or a later one",
+                "the catalog has format version {}, but this version of csi-loopback supports only \
+                 {FORMAT_VERSION}; use the version of csi-loopback that wrote it",
                 other.unwrap_or("none")
             ))),
         }
-    }
-
-    /// Whether the directories must be searched for leftover files.
-    pub fn is_sweep_due(&self) -> Result<bool> {
-        let meta = self.0.open_table(META).map_err(failed)?;
-        Ok(meta.get(SWEEP).map_err(failed)?.is_some())
     }
 
     pub fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
@@ -348,12 +333,6 @@ impl WriteTx {
 
     pub fn remove<R: Row>(&self, key: &str) -> Result<()> {
         R::discard(&self.inner, key)
-    }
-
-    /// Records that the search for leftover files is complete.
-    pub fn finish_sweep(&self) -> Result<()> {
-        self.inner.open_table(META).map_err(failed)?.remove(SWEEP).map_err(failed)?;
-        Ok(())
     }
 
     /// All rows. No other transaction can change them until this one ends.

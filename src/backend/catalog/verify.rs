@@ -14,7 +14,7 @@ use redb::{Database, ReadableDatabase};
 use tracing::error;
 
 use super::file::{CatalogFile, Mode, ReleaseReserve};
-use super::{PAGE_BYTES, ReadTx, failed, version_1};
+use super::{PAGE_BYTES, ReadTx, failed};
 use crate::backend::direct::{CHUNK, DirectFile};
 use crate::backend::error::{Context, Error, Result};
 use crate::backend::fail_point::reach;
@@ -32,13 +32,8 @@ const CACHE_BYTES: usize = 16 << 20;
 pub fn read_verified<T>(path: &Path, read: impl FnOnce(&ReadTx) -> Result<T>) -> Result<T> {
     catch_panics(|| {
         let store = verified(open(path)?)?;
-        let rows = || store.begin_read().map(ReadTx).map_err(failed);
-        if rows()?.is_of_version_1()? {
-            let tx = store.begin_write().map_err(failed)?;
-            version_1::migrate(&tx)?;
-            tx.commit().map_err(failed)?;
-        }
-        read(&rows()?)
+        let rows = store.begin_read().map(ReadTx).map_err(failed)?;
+        read(&rows)
     })
 }
 
@@ -94,7 +89,7 @@ fn verified(mut store: Database) -> Result<Database> {
     if !store.check_integrity().map_err(damaged)? {
         return Err(damaged("its checksums do not match"));
     }
-    store.begin_read().map(ReadTx).map_err(failed)?.is_of_version_1()?;
+    store.begin_read().map(ReadTx).map_err(failed)?.check_version()?;
     Ok(store)
 }
 

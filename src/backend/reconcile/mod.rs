@@ -2,18 +2,14 @@
 //! agree. All work is derived from intents in the catalog and from inodes; unknown files are never
 //! removed.
 
-use std::fs;
-
-use tracing::{debug, error, info, warn};
+use tracing::{debug, error, info};
 
 use super::attachment;
-use super::catalog::SnapshotFile;
-use super::error::{Context, Result};
+use super::error::Result;
 use super::group;
 use super::growth;
 use super::inline;
 use super::model::{Attachment, Group, Phase, Snapshot, SnapshotPhase, Source, Volume};
-use super::pool::Directory;
 use super::snapshot;
 use super::store::Store;
 use super::take_snapshot;
@@ -100,13 +96,6 @@ fn reconcile_volumes(store: &Store) -> Result<()> {
 
 /// Removes unreferenced files of snapshots.
 fn reconcile_removals(store: &Store) -> Result<()> {
-    if store.catalog.read()?.is_sweep_due()? {
-        let files = leftover_files(store)?;
-        store.catalog.write(|tx| {
-            files.iter().try_for_each(|file| tx.schedule_removal(file))?;
-            tx.finish_sweep()
-        })?;
-    }
     let files = store.catalog.read()?.removals()?;
     for file in files {
         debug!(?file, "removing a file that nothing refers to");
@@ -114,36 +103,6 @@ fn reconcile_removals(store: &Store) -> Result<()> {
         log_error(store.remove(file), &object);
     }
     Ok(())
-}
-
-/// Finds unreferenced files of snapshots, for a catalog without a list of them.
-fn leftover_files(store: &Store) -> Result<Vec<SnapshotFile>> {
-    let mut files = Vec::new();
-    let reading = store.catalog.read()?;
-    reading.for_each_snapshot(|row| {
-        if !row.has_data && store.snapshot_path(&row.id).exists() {
-            files.push(SnapshotFile::data(&row));
-        }
-        Ok(())
-    })?;
-    let directory = Directory::Records.path(store.pool.root());
-    let listing = || format!("listing {}", directory.display());
-    for entry in fs::read_dir(&directory).context(listing)? {
-        let name = entry.context(listing)?.file_name();
-        let parts = name.to_str().and_then(|name| name.rsplit_once('.'));
-        let Some((id, Ok(generation))) = parts.map(|(id, g)| (id, g.parse::<u64>())) else {
-            warn!(?name, "unknown file in the directory of change records; run `pool check`");
-            continue;
-        };
-        let Some(row) = reading.get::<Snapshot>(id)? else {
-            warn!(?name, "change record of an unknown snapshot; run `pool check`");
-            continue;
-        };
-        if row.record_generation != generation || row.is_forgotten() {
-            files.push(SnapshotFile::Record { id: row.id, generation });
-        }
-    }
-    Ok(files)
 }
 
 /// Logs snapshots whose data is missing.

@@ -332,9 +332,13 @@ fn entry_of(payload: &[u8]) -> IndexEntry {
 
 /// A file with correct checksums of header, index and trailer, whatever their contents.
 fn forged(json: &[u8], payload: &[u8], entries: &[IndexEntry]) -> File {
+    forged_version(VERSION, json, payload, entries)
+}
+
+fn forged_version(version: u32, json: &[u8], payload: &[u8], entries: &[IndexEntry]) -> File {
     let mut bytes = Vec::new();
     bytes.extend(MAGIC);
-    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend(version.to_le_bytes());
     bytes.extend((json.len() as u32).to_le_bytes());
     bytes.extend(json);
     bytes.extend(crc32c::crc32c(&bytes).to_le_bytes());
@@ -391,6 +395,18 @@ fn a_forged_record_with_correct_values_is_read() {
     let (_, [allocated, _]) =
         contents(&forged(&json(2 * SEGMENT_BLOCKS), &payload, &[entry])).unwrap();
     assert_eq!(allocated, [(0, vec![1, 2, 3])]);
+}
+
+#[test]
+fn a_record_of_another_version_is_refused() {
+    let payload = payload_of(&[1, 2, 3]);
+    let entry = IndexEntry { blocks: 3, ..entry_of(&payload) };
+    for version in [0, VERSION + 1, u32::MAX] {
+        let record = forged_version(version, &json(2 * SEGMENT_BLOCKS), &payload, &[entry]);
+        let refused = contents(&record).unwrap_err().to_string();
+        let words = format!("version {version} is not supported (supported: {VERSION})");
+        assert!(refused.contains(&words), "{refused}");
+    }
 }
 
 #[test]

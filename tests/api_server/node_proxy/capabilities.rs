@@ -59,35 +59,6 @@ fn story_6_a_missing_capability_fails_the_mount() {
     assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
 }
 
-/// CSI v1.13 assigned the numbers 7 and 8, which extensions used before, to the health of volumes
-/// and storage; number 9 was used by an extension, too.
-#[test]
-fn former_capability_numbers_defer_no_volume() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::recording(cluster, &DEFERRING);
-    let (left, claim) = (rig.claim("left"), rig.claim("data"));
-    let (before, pod) =
-        (rig.pod("before", &[&left], Some("left")), rig.pod("app", &[&claim], Some("data")));
-    let target = rig.mount(&before, &left).unwrap();
-    rig.driver.forget();
-    for numbers in [&[1, 2, 3, 7, 8][..], &[1, 2, 3, 7, 8, 9]] {
-        rig.driver.set_capability_numbers(numbers);
-        let said = format!("{numbers:?}");
-        for (pod, volume) in [(&pod, &claim), (&before, &left)] {
-            let answer = rig.mount(pod, volume);
-            assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", &said);
-        }
-        let figures = rig.stats(&before, &left);
-        assert_refused(figures, Code::FailedPrecondition, "DEFER_FS_OPS", &said);
-        let growth = rig.expand(&before, &left, 1 << 30);
-        assert_refused(growth, Code::Unimplemented, "DEFER_FS_OPS", &said);
-        assert!(rig.driver.calls().iter().all(|call| call == "NodeStageVolume"), "{said}");
-    }
-    rig.unmount(&before, &left);
-    assert!(!rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
-    assert!(rig.vol_data(&target).is_none());
-}
-
 #[test]
 fn story_6_with_the_driver_of_this_project() {
     let Some(cluster) = shared() else { return };

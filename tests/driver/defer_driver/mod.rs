@@ -10,4 +10,3 @@ mod publish;
 mod real;
 mod refused;
 mod rig;
-mod skew;

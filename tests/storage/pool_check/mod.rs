@@ -241,7 +241,7 @@ fn a_directory_without_a_pool_is_reported_and_unchanged() {
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("no pool here"), "{said}");
     assert_eq!(fs::read_dir(&other).unwrap().count(), 0, "an object was created");
-    for marker in ["", "{", r#"{"version":9,"kind":"copy"}"#, r#"{"version":1,"kind":"tape"}"#] {
+    for marker in ["", "{", r#"{"version":1,"kind":"tape"}"#] {
         fs::write(other.join("pool.json"), marker).unwrap();
         let (code, _, said) = command(&other, &[]);
         assert_eq!(code, 2, "{marker}: {said}");
@@ -253,6 +253,23 @@ fn a_directory_without_a_pool_is_reported_and_unchanged() {
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("pool.img"), "{said}");
     assert!(!missing.exists() && !other.join("pool.img").exists());
+}
+
+#[test]
+fn a_pool_of_another_version_is_refused_unchanged() {
+    if !have_root() {
+        return;
+    }
+    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
+    for version in [0, 9] {
+        let marker = format!(r#"{{"version":{version},"kind":"copy"}}"#);
+        fs::write(directory.path().join("pool.json"), &marker).unwrap();
+        let (code, _, said) = command(directory.path(), &[]);
+        assert_eq!(code, 2, "{said}");
+        let words = format!("pool.json has version {version}, but this version of csi-loopback");
+        assert!(said.contains(&words) && said.contains("supports only 1"), "{said}");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "an object was created");
+    }
 }
 
 /// A truncated or overwritten pool image is reported.

@@ -1,4 +1,4 @@
-//! Rows of snapshots, their indexes, and the files to remove; catalogs of format version 1.
+//! Rows of snapshots, their indexes, and the files to remove; catalogs of other format versions.
 
 use std::collections::BTreeMap;
 
@@ -219,123 +219,33 @@ fn a_file_is_listed_until_a_change_after_its_removal() {
     assert_eq!(listed(&catalog), [data]);
 }
 
-/// Rewrites a catalog in format version 1.
-pub fn downgrade(path: &Path) {
-    let database = Database::open(path).unwrap();
-    let tx = database.begin_write().unwrap();
-    let mut rows = Vec::new();
-    ReadTx(database.begin_read().unwrap())
-        .for_each_snapshot(|row| {
-            rows.push(row);
-            Ok(())
-        })
-        .unwrap();
-    for name in
-        ["snapshots", "retained_snapshots", "snapshots_by_volume", "snapshots_by_age", "removals"]
-    {
-        let table = tx.list_tables().unwrap().find(|table| redb::TableHandle::name(table) == name);
-        tx.delete_table(table.unwrap()).unwrap();
-    }
-    {
-        let mut table = tx.open_table(Snapshot::TABLE).unwrap();
-        for row in rows {
-            let mut json = serde_json::to_value(&row).unwrap();
-            if row.is_forgotten() {
-                json["phase"] = "forgotten".into();
-            }
-            table.insert(row.id.as_str(), json.to_string().as_bytes()).unwrap();
-        }
-        tx.open_table(META).unwrap().insert(VERSION, "1").unwrap();
-    }
-    tx.commit().unwrap();
-}
-
 #[test]
-fn a_catalog_of_version_1_is_converted_atomically() {
+fn a_catalog_of_another_version_is_refused_unchanged() {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("catalog.redb");
-    let catalog = Catalog::open(&path, Default::default()).unwrap();
-    let mut model = Model::default();
-    let phases = [
-        SnapshotPhase::Taking,
-        SnapshotPhase::Ready,
-        SnapshotPhase::Deleted { at: 5 },
-        SnapshotPhase::Forgotten { at: 7 },
-    ];
-    for (n, phase) in phases.into_iter().cycle().take(12).enumerate() {
-        let row = snapshot(&format!("snap-{n}"), n as u64 % 5, n as u64, phase);
-        catalog.write(|tx| tx.put(&row)).unwrap();
-        model.put(&row);
-    }
-    catalog.write(|tx| tx.put(&volume("vol-1"))).unwrap();
-    // The first pools of version 1 had no table of inline volumes.
-    catalog.write(|tx| tx.inner.delete_table(Inline::TABLE).map(drop).map_err(failed)).unwrap();
-    drop(catalog);
-    downgrade(&path);
-    let previous = std::fs::read(&path).unwrap();
-
-    // As `pool check` reads it: nothing is changed.
-    read_verified(&path, |rows| {
-        assert_eq!(rows.snapshots_of("vol-1").unwrap().len(), 3);
-        assert!(rows.select(|_: &Inline| true).unwrap().is_empty());
-        Ok(())
-    })
-    .unwrap();
-    assert_eq!(std::fs::read(&path).unwrap(), previous);
-
-    // An error at any step leaves the catalog unchanged.
-    let mut steps = 0;
-    let catalog = loop {
-        in_tests::fail_after(Some(steps));
-        let opened = Catalog::open(&path, Default::default());
-        in_tests::fail_after(None);
-        match opened {
-            Ok(catalog) => break catalog,
-            Err(error) => println!("{steps}: {error}"),
+    for (found, reported) in [(Some("1"), "1"), (Some("3"), "3"), (Some(""), ""), (None, "none")] {
+        let path = directory.path().join(format!("{reported}.redb"));
+        let catalog = Catalog::open(&path, Default::default()).unwrap();
+        catalog
+            .write(|tx| {
+                let mut meta = tx.inner.open_table(META).map_err(failed)?;
+                match found {
+                    Some(version) => meta.insert(VERSION, version).map(drop),
+                    None => meta.remove(VERSION).map(drop),
+                }
+                .map_err(failed)
+            })
+            .unwrap();
+        drop(catalog);
+        let before = std::fs::read(&path).unwrap();
+        for refused in [verify(&path), verify_or_repair(&path), read_verified(&path, |_| Ok(()))] {
+            let refused = refused.unwrap_err().to_string();
+            let versions = format!("format version {reported}, but");
+            assert!(refused.contains(&versions), "{refused}");
+            assert!(refused.contains("supports only 2"), "{refused}");
         }
-        steps += 1;
-        read_verified(&path, |rows| {
-            assert_eq!(rows.snapshots_of("vol-1").unwrap().len(), 3);
-            Ok(())
-        })
-        .unwrap();
-    };
-    assert!(steps > 2, "{steps} steps failed");
-    let reading = catalog.read().unwrap();
-    assert!(reading.is_sweep_due().unwrap());
-    for (id, row) in &mut model.rows {
-        let converted: Snapshot = reading.get(id).unwrap().unwrap();
-        if let (SnapshotPhase::Forgotten { at }, SnapshotPhase::Forgotten { at: now }) =
-            (&mut row.phase, converted.phase)
-        {
-            assert!(now > 1_700_000_000, "the retention starts at the conversion");
-            *at = now;
-        }
+        assert_eq!(std::fs::read(&path).unwrap(), before, "version {reported}");
+        assert!(Catalog::open(&path, Default::default()).is_err());
     }
-    model.check(&catalog);
-    assert!(reading.select(|_: &Inline| true).unwrap().is_empty());
-    assert_eq!(ids(&catalog), ["vol-1"]);
-}
-
-#[test]
-fn a_catalog_of_a_later_version_is_refused_unchanged() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("catalog.redb");
-    let catalog = Catalog::open(&path, Default::default()).unwrap();
-    catalog
-        .write(|tx| {
-            let mut meta = tx.inner.open_table(META).map_err(failed)?;
-            meta.insert(VERSION, "3").map_err(failed)?;
-            Ok(())
-        })
-        .unwrap();
-    drop(catalog);
-    let before = std::fs::read(&path).unwrap();
-    for refused in [verify(&path), verify_or_repair(&path), read_verified(&path, |_| Ok(()))] {
-        let refused = refused.unwrap_err().to_string();
-        assert!(refused.contains("format version 3"), "{refused}");
-    }
-    assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
 /// A catalog larger than the limit for a copy in memory.

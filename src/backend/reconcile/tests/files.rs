@@ -1,7 +1,7 @@
 //! Volumes, snapshots, groups and records whose creation or removal was interrupted.
 
 use super::*;
-use crate::backend::catalog::tests::snapshots::downgrade;
+use crate::backend::catalog::SnapshotFile;
 use crate::fail_point::in_tests::fail_after;
 
 #[test]
@@ -181,35 +181,6 @@ fn root_unneeded_data_is_removed_and_needed_data_is_kept() {
         assert_eq!(pool.delta(&b, &c), [2]);
         assert_eq!(pool.delta(&a, &c), [1, 2]);
     });
-}
-
-/// Format version 1 has no list of files to remove.
-#[test]
-fn root_leftover_files_of_version_1_are_removed_once() {
-    if !have_root("root_leftover_files_of_version_1_are_removed_once") {
-        return;
-    }
-    let mut pool = Pool::new(PoolKind::Copy);
-    let volume = pool.volume("v");
-    let [a, b, c] = ["a", "b", "c"].map(|name| {
-        pool.write(&volume, 1, name.as_bytes()[0]);
-        pool.snapshot(name, &volume)
-    });
-    pool.backend().delete_snapshot(&a.id).unwrap();
-    let left = [pool.store().snapshot_path(&a.id), pool.store().record_path(&b.id, 1)];
-    left.iter().for_each(|path| fs::write(path, "left over").unwrap());
-    let unknown = pool.store().record_path("snap-unknown-0123456789abcdef", 0);
-    fs::write(&unknown, "not ours").unwrap();
-    pool.backend = None;
-    downgrade(&pool.config.data_dir.join("catalog.redb"));
-    pool.restart();
-    assert!(left.iter().all(|path| !path.exists()));
-    assert!(unknown.exists(), "a file without a row is left for `pool check`");
-    fs::remove_file(unknown).unwrap();
-    assert_eq!(pool.delta(&a, &c), [1]);
-    pool.recover();
-    assert!(!pool.store().catalog.read().unwrap().is_sweep_due().unwrap());
-    assert_eq!(pool.delta(&b, &c), [1]);
 }
 
 #[test]

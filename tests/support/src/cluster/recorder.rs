@@ -100,12 +100,6 @@ impl<'a> Recorder<'a> {
         self.shared.state().capabilities = capabilities.map(numbers);
     }
 
-    /// Sets the capabilities by numbers, which can have another meaning in the driver's CSI
-    /// version.
-    pub fn set_capability_numbers(&self, numbers: &[i32]) {
-        self.shared.state().capabilities = Some(numbers.to_vec());
-    }
-
     /// Sets the response to calls of this method (`NodeGetVolumeStats`), instead of the default.
     pub fn answer(&self, method: &str, answer: Answer) {
         self.shared.state().answers.insert(method.to_owned(), answer);

@@ -47,6 +47,7 @@ const POLL_NOT_READY: Duration = Duration::from_millis(500);
 
 const ALLOCATED: &str = "/csi.v1.SnapshotMetadata/GetMetadataAllocated";
 const DELTA: &str = "/csi.v1.SnapshotMetadata/GetMetadataDelta";
+const LIST_DELTAS: &str = "/csi.v1.Controller/ListSnapshotDeltas";
 const SESSION_ALLOCATED: &str = "/snapshotsession.SnapshotMetadata/GetAllocated";
 const SESSION_DELTA: &str = "/snapshotsession.SnapshotMetadata/GetDelta";
 
@@ -230,18 +231,18 @@ impl DriverLink {
         }
     }
 
-    /// Returns a page of the driver's ListSnapshotDeltas.
+    /// Returns a page of the driver's ListSnapshotDeltas, encoded.
     pub async fn list_deltas(
         &self,
         request: csi::ListSnapshotDeltasRequest,
         timeout: Duration,
-    ) -> Result<csi::ListSnapshotDeltasResponse, Status> {
-        let controller = ControllerClient::new(self.channel.clone());
-        let mut controller = controller.max_decoding_message_size(MAX_MESSAGE);
-        controller
-            .list_snapshot_deltas(bounded(request, timeout + GRACE))
-            .await
-            .map(Response::into_inner)
+    ) -> Result<RawMessage, Status> {
+        let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(MAX_MESSAGE);
+        grpc.ready().await.map_err(|error| Status::from_error(Box::new(error)))?;
+        let codec = ProstCodec::<csi::ListSnapshotDeltasRequest, RawMessage>::default();
+        let (request, path) =
+            (bounded(request, timeout + GRACE), PathAndQuery::from_static(LIST_DELTAS));
+        grpc.unary(request, path, codec).await.map(Response::into_inner)
     }
 
     /// Returns a page of the bases that the driver's BaseAdmin service reports.

@@ -3,13 +3,17 @@
 //! block.
 
 use k8s_openapi::jiff::Timestamp;
+use prost::Message;
 
 use super::pages::PageCall;
 use super::problem::{misbehaves, of_driver};
 use crate::kubernetes::cbt_http::{MAX_LIMIT, Page, PageRequest, Problem};
 use crate::kubernetes::snapshot_delta::{ChangedBlock, DataToken};
 use crate::proto::csi::v1 as csi;
+use crate::sidecar::fields::next_field;
 
+/// Number of the field that holds the blocks of a page.
+const CHANGED_BLOCKS: u32 = 3;
 /// Maximum bytes of a driver's page token. CSI's default limit is 128.
 const MAX_TOKEN: usize = 4096;
 /// Maximum bytes of a token for a block's data.
@@ -31,8 +35,7 @@ pub async fn page(call: &PageCall<'_>) -> Result<Page, Problem> {
     let mut start = Start { token: String::new(), entries };
     let mut progress = Progress::default();
     loop {
-        let answer = list(call, &start).await;
-        let answer = answer.map_err(|status| of_driver(&status, &request.secrets))?;
+        let answer = list(call, &start).await?;
         progress.check(&answer, &start)?;
         if let Some(page) = page_from(request, &answer)? {
             return Ok(page);
@@ -47,7 +50,8 @@ pub async fn page(call: &PageCall<'_>) -> Result<Page, Problem> {
 async fn list(
     call: &PageCall<'_>,
     start: &Start,
-) -> Result<csi::ListSnapshotDeltasResponse, tonic::Status> {
+) -> Result<csi::ListSnapshotDeltasResponse, Problem> {
+    let secrets = &call.request.secrets;
     let request = call.request;
     let request = csi::ListSnapshotDeltasRequest {
         from_snapshot_id: request.base_snapshot_id.clone(),
@@ -56,7 +60,23 @@ async fn list(
         max_entries: start.entries as i32,
         starting_token: start.token.clone(),
     };
-    call.driver.list_deltas(request, call.timeout()).await
+    let answer = call.driver.list_deltas(request, call.timeout()).await;
+    decode(&answer.map_err(|status| of_driver(&status, secrets))?.0, start.entries)
+}
+
+/// Decodes a page of at most this many blocks. They are counted first: a block of two bytes takes
+/// more than 70 when decoded, and a message may have 32 MiB of them.
+fn decode(message: &[u8], entries: u32) -> Result<csi::ListSnapshotDeltasResponse, Problem> {
+    let malformed = |_| misbehaves("a page cannot be decoded");
+    let (mut rest, mut blocks) = (message, 0);
+    while let Some((field, _)) = next_field(&mut rest).map_err(malformed)? {
+        blocks += usize::from(field == CHANGED_BLOCKS);
+    }
+    if blocks > entries as usize {
+        let message = format!("a page has {blocks} blocks, but max_entries was {entries}");
+        return Err(misbehaves(message));
+    }
+    csi::ListSnapshotDeltasResponse::decode(message).map_err(malformed)
 }
 
 /// What the driver's pages have shown so far.
@@ -76,10 +96,6 @@ impl Progress {
         start: &Start,
     ) -> Result<(), Problem> {
         let blocks = &answer.changed_blocks;
-        if blocks.len() > start.entries as usize {
-            let (has, most) = (blocks.len(), start.entries);
-            return Err(misbehaves(format!("a page has {has} blocks, but max_entries was {most}")));
-        }
         if answer.next_token.len() > MAX_TOKEN {
             return Err(misbehaves(format!("next_token has more than {MAX_TOKEN} bytes")));
         }
@@ -223,8 +239,7 @@ mod tests {
             progress.check(&response(blocks, token), &start()).unwrap_err().message
         };
         for (blocks, token, words) in [
-            (&[(5, 1), (6, 1), (7, 1)][..], "", "max_entries was 2"),
-            (&[(5, 1)], "here", "same page"),
+            (&[(5, 1)][..], "here", "same page"),
             (&[(5, 1)], "x".repeat(MAX_TOKEN + 1).as_str(), "4096 bytes"),
             (&[(5, 0)], "", "0 bytes"),
             (&[(4, 1)], "", "must be ascending"),
@@ -234,6 +249,10 @@ mod tests {
         ] {
             assert!(refused(blocks, token).contains(words), "{words}");
         }
+        let three = response(&[(5, 1), (6, 1), (7, 1)], "").encode_to_vec();
+        assert!(decode(&three, 2).unwrap_err().message.contains("max_entries was 2"));
+        assert_eq!(decode(&three, 3).unwrap().changed_blocks.len(), 3);
+        assert!(decode(&three[1..], 3).is_err());
         let mut progress = Progress::default();
         for page in 0..MAX_EMPTY {
             progress.check(&response(&[], &page.to_string()), &start()).unwrap();

@@ -368,3 +368,32 @@ fn requests_over_the_limit_are_refused() {
     });
     assert_eq!(stage.desk.ask(&stage.replica, &request).status, 200);
 }
+
+#[test]
+fn a_page_of_tiny_elements_takes_little_memory() {
+    let Some(cluster) = shared() else { return };
+    // 16 MiB of elements of two bytes, field 3 in both responses.
+    let tiny = || [3 << 3 | 2, 0].repeat(8 << 20);
+    let style = csi::GetMetadataDeltaResponse {
+        block_metadata_type: csi::BlockMetadataType::VariableLength.into(),
+        ..Default::default()
+    };
+    let stream = [style.encode_to_vec(), tiny()].concat();
+    let answers = |method: &'static str, message: Vec<u8>| -> Answers {
+        Arc::new(move |called, _| match called {
+            "ControllerGetCapabilities" => Some(Ok(vec![able()])),
+            _ => (called == method).then(|| Ok(vec![message.clone()])),
+        })
+    };
+    for (streams, answers, words) in [
+        (true, answers("GetMetadataDelta", stream), "no size"),
+        (false, answers("ListSnapshotDeltas", tiny()), "max_entries was 9"),
+    ] {
+        let stage = Stage::new(cluster, streams, answers, &[]);
+        let problem = stage.desk.problem(&stage.replica, &stage.desk.page_request("b", "t", 0, 9));
+        assert!(problem.message.contains(words), "{problem:?}");
+        let peak = support::abuse::peak(stage.replica.served.process.pid());
+        println!("report: cbt-http: peak of {} MiB with a page of {words}", peak >> 20);
+        assert!(peak < 128 << 20, "{peak} bytes");
+    }
+}

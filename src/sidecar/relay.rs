@@ -202,7 +202,8 @@ impl Stream for Relay {
                     Err(refusal) => Some(refusal),
                 },
                 Poll::Ready(Some(Err(status))) => Some(of_driver(&status, &open.secrets)),
-                // Some drivers end a stream with OK when its time is over.
+                // Some drivers end a stream with OK when its time is over, possibly before the task that
+                // enforces the deadline runs.
                 Poll::Ready(None) if Instant::now() >= open.deadline => Some(too_long()),
                 // tonic reports a stream that ends without a status as an error.
                 Poll::Ready(None) => None,
@@ -283,9 +284,15 @@ fn extents(mut message: &[u8]) -> u64 {
 #[cfg(test)]
 mod tests {
     use prost::Message;
+    use tokio_stream::StreamExt;
+    use tonic::codec::Codec;
+    use tonic_prost::ProstCodec;
 
     use super::*;
     use crate::proto::csi::v1 as csi;
+    use crate::sidecar::call::ConcurrencyLimit;
+    use crate::sidecar::metrics::{Metrics, Operation};
+    use crate::sidecar::stream_limit::StreamLimit;
 
     #[test]
     fn extents_are_counted_in_encoded_messages() {
@@ -309,6 +316,36 @@ mod tests {
         fn any_bytes_can_be_counted(bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..200)) {
             proptest::prop_assert!(extents(&bytes) <= bytes.len() as u64);
         }
+    }
+
+    /// A stream that the driver has ended with OK.
+    fn ended_relay(deadline: Instant) -> Relay {
+        let metrics = Metrics::new(|_| ());
+        let running = ConcurrencyLimit::new(1).try_acquire().unwrap();
+        let budget = Arc::default();
+        let call =
+            Call::begin(Operation::Allocated, metrics, Code::PermissionDenied, budget, running);
+        let decoder = ProstCodec::<RawMessage, RawMessage>::default().decoder();
+        let opened = Opened {
+            answer: MetadataStream::new_empty(decoder, tonic::body::Body::empty()),
+            check: None,
+            rewrite: None,
+            secrets: Secrets::default(),
+            stream: StreamLimit::new(1).acquire("user", "namespace").unwrap(),
+        };
+        let (_, shutdown) = Shutdown::manual();
+        Relay::new(opened, Limits { deadline, stall_timeout: None, shutdown }, call)
+    }
+
+    #[tokio::test]
+    async fn a_success_of_the_driver_after_the_deadline_is_none() {
+        // The task that enforces the deadline has not run yet.
+        let mut late = ended_relay(Instant::now());
+        let status = late.next().await.expect("a status").unwrap_err();
+        assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+        assert!(late.next().await.is_none());
+        let mut in_time = ended_relay(Instant::now() + Duration::from_secs(60));
+        assert!(in_time.next().await.is_none());
     }
 
     #[test]

@@ -107,7 +107,7 @@ async fn handshake(place: &Place) -> Result<TlsStream<TcpStream>, Failure> {
         let retry = if refused { Retry::OnceBegun } else { Retry::Always };
         let what = if refused {
             format!(
-                "TLS with {address}, whose certificate must name {host:?} and be issued by the caCert of {object}"
+                "TLS with {address}, whose certificate must name {host:?} and be in the caCert of {object} or issued by it"
             )
         } else {
             format!(

@@ -12,6 +12,7 @@ mod client_chain;
 mod files;
 pub mod identity;
 mod incoming;
+mod pinned;
 mod trusted;
 
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, ServerConfig};
 
 pub use args::{Args, CipherSuites, Curves, MinVersion};
 pub use certificates::Certificates;
@@ -91,20 +92,18 @@ fn config(
     Ok(Arc::new(config))
 }
 
-/// A client's configuration that trusts only the authorities of `ca_pem`, such as caCert of a
-/// SnapshotMetadataService.
+/// A client's configuration that trusts only the certificates of `ca_pem`, such as caCert of a
+/// SnapshotMetadataService, and what they have signed.
 ///
 /// # Errors
-/// `ca_pem` has no certificate, or one that cannot be an authority's.
+/// `ca_pem` has no certificate, or a malformed one.
 pub fn client_config(ca_pem: &[u8]) -> anyhow::Result<ClientConfig> {
-    let mut roots = RootCertStore::empty();
-    for certificate in chain(ca_pem)? {
-        roots.add(certificate).context("invalid CA certificate")?;
-    }
+    let given = pinned::Given::new(chain(ca_pem)?)?;
     let mut config = ClientConfig::builder_with_provider(Arc::new(provider()))
         .with_safe_default_protocol_versions()
         .context("TLS versions")?
-        .with_root_certificates(roots)
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(given))
         .with_no_client_auth();
     config.alpn_protocols = vec![ALPN_H2.to_vec()];
     Ok(config)

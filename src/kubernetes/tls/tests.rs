@@ -7,7 +7,7 @@ use std::time::Duration;
 use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::{PrivateKeyDer, ServerName};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{ClientConfig, ProtocolVersion};
+use rustls::{ClientConfig, ProtocolVersion, RootCertStore};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -302,6 +302,75 @@ async fn a_client_trusts_only_the_given_authorities() {
     server.connect(client_config(both.as_bytes()).unwrap()).await.unwrap();
     for bad in ["", "no pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
         assert!(client_config(bad.as_bytes()).is_err(), "{bad}");
+    }
+}
+
+/// The table is that of Go's crypto/x509, with the certificate alone in the pool of roots.
+#[tokio::test]
+async fn a_given_certificate_is_accepted_as_go_accepts_it() {
+    use rcgen::{BasicConstraints, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa};
+    let authority = {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+    };
+    let own = |change: &dyn Fn(&mut CertificateParams), signed: bool| {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(["localhost".to_owned()]).unwrap();
+        change(&mut params);
+        let cert = match signed {
+            true => params.signed_by(&key, &authority).unwrap(),
+            false => params.self_signed(&key).unwrap(),
+        };
+        Leaf { cert: cert.pem(), key: key.serialize_pem() }
+    };
+    type Change = dyn Fn(&mut CertificateParams);
+    let is_ca = |params: &mut CertificateParams| {
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    };
+    let no_ca = |params: &mut CertificateParams| params.is_ca = IsCa::ExplicitNoCa;
+    let none = |_: &mut CertificateParams| {};
+    let old = |params: &mut CertificateParams| {
+        params.not_after = rcgen::date_time_ymd(2001, 1, 1);
+        params.not_before = rcgen::date_time_ymd(2000, 1, 1);
+    };
+    let early = |params: &mut CertificateParams| {
+        params.not_before = rcgen::date_time_ymd(2100, 1, 1);
+        params.not_after = rcgen::date_time_ymd(2101, 1, 1);
+    };
+    let client = |params: &mut CertificateParams| {
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    };
+    let other = |params: &mut CertificateParams| {
+        *params = CertificateParams::new(["another".to_owned()]).unwrap();
+    };
+    let table: [(&str, &Change, bool, Option<&str>); 9] = [
+        ("CA:TRUE", &is_ca, false, None),
+        ("CA:FALSE", &no_ca, false, None),
+        ("no basic constraints", &none, false, None),
+        ("of another authority", &none, true, None),
+        ("CA:TRUE of another authority", &is_ca, true, None),
+        ("expired", &old, false, Some("expired")),
+        ("not valid yet", &early, false, Some("not valid yet")),
+        ("for clients", &client, false, Some("does not allow extended key usage")),
+        ("of another host", &other, false, Some("not valid for name")),
+    ];
+    for (name, change, signed, refusal) in table {
+        let leaf = own(change, signed);
+        let server = Server::start(&leaf, "x").await;
+        let connected = server.connect(leaf.client()).await.map(drop);
+        match (connected, refusal) {
+            (Ok(()), None) => {}
+            (Err(error), Some(words)) => {
+                let error = format!("{error:#}");
+                assert!(error.contains(words), "{name}: {error}");
+            }
+            (found, _) => panic!("{name}: {found:?}"),
+        }
+        // Its key is needed as well.
+        let same_name = Server::start(&own(change, signed), "x").await;
+        assert!(same_name.connect(leaf.client()).await.is_err(), "{name}");
     }
 }
 

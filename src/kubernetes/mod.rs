@@ -12,6 +12,7 @@ pub mod cached;
 pub mod cbt_http;
 pub mod client;
 pub mod defer_annotation;
+pub mod definition;
 pub mod driver_discovery;
 #[cfg(test)]
 pub mod fake_api;

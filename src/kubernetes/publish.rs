@@ -16,6 +16,7 @@ use tokio_stream::{Stream, StreamExt};
 
 use super::cache::{Object, bounded};
 use super::client::within;
+use super::definition::next_step;
 use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -158,7 +159,10 @@ impl<P: Publication> Publisher<P> {
         let pem = self.pem.borrow_and_update().clone();
         let name = self.publication.name().to_owned();
         let found = within(CALL, self.objects.get_opt(&name)).await;
-        let found = found.map_err(|error| explain::<P>(error, "failed to read it"))?;
+        let found = match found {
+            Ok(found) => found,
+            Err(error) => return Err(explain(&self.objects, error, "failed to read it").await),
+        };
         if let Some(found) = &found {
             self.publication.inspect(found);
         }
@@ -167,14 +171,18 @@ impl<P: Publication> Publisher<P> {
         }
         if let Some(patch) = found.as_ref().and_then(|found| self.publication.conflicts(found)) {
             let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
-            let cleared = self.objects.patch(&name, &params, &patch);
-            within(CALL, cleared)
-                .await
-                .map_err(|error| explain::<P>(error, "failed to remove conflicting fields"))?;
+            let cleared = within(CALL, self.objects.patch(&name, &params, &patch)).await;
+            if let Err(error) = cleared {
+                return Err(
+                    explain(&self.objects, error, "failed to remove conflicting fields").await
+                );
+            }
         }
         let desired = self.publication.desired(found.as_ref(), &pem)?;
-        let written =
-            self.apply(desired).await.map_err(|error| explain::<P>(error, "failed to write it"))?;
+        let written = match self.apply(desired).await {
+            Ok(written) => written,
+            Err(error) => return Err(explain(&self.objects, error, "failed to write it").await),
+        };
         // If the definition lacks the optional field, the object never has the desired content.
         let before = found.and_then(|found| found.meta().resource_version.clone());
         let changed = before.is_none() || before != written.meta().resource_version;
@@ -205,19 +213,21 @@ impl<P: Publication> Publisher<P> {
     }
 }
 
-fn is_unknown(field: &str, error: &kube::Error) -> bool {
-    let unknown = |text: &str| text.contains(field) && text.contains("not declared");
-    matches!(error, kube::Error::Api(status) if unknown(&status.message))
-}
-
 /// Adds what to do if the API server does not know the kind.
-fn explain<P: Publication>(error: kube::Error, context: &'static str) -> anyhow::Error {
+async fn explain<K: Clone + Resource<DynamicType = ()>>(
+    objects: &Api<K>,
+    error: kube::Error,
+    context: &'static str,
+) -> anyhow::Error {
     let is_unknown = matches!(&error, kube::Error::Api(status) if status.code == 404);
     let error = anyhow::Error::from(error);
     if !is_unknown {
         return error.context(context);
     }
-    let (plural, group) = (P::Object::plural(&()), P::Object::group(&()));
-    let version = P::Object::version(&());
-    error.context(format!("install the CustomResourceDefinition {plural}.{group} ({version})"))
+    error.context(next_step::<K>(&objects.clone().into_client()).await)
+}
+
+fn is_unknown(field: &str, error: &kube::Error) -> bool {
+    let unknown = |text: &str| text.contains(field) && text.contains("not declared");
+    matches!(error, kube::Error::Api(status) if unknown(&status.message))
 }

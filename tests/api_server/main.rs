@@ -6,6 +6,7 @@ mod aggregated_api;
 mod aggregated_surface;
 mod cbt_http;
 mod driver_definitions;
+mod former_definition;
 mod frozen;
 mod kubernetes;
 mod movers;

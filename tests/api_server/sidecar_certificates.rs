@@ -551,10 +551,10 @@ fn a_crd_without_the_newest_field_is_enough() {
     install(cluster, &crd);
 }
 
-const CRD: &str = "snapshotmetadataservices.cbt.storage.k8s.io";
+pub const CRD: &str = "snapshotmetadataservices.cbt.storage.k8s.io";
 
 /// Deletes the definition; returns it, and a namespace and client of a sidecar's account.
-fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
+pub fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
     let crd = stdout_of(cluster.kubectl(&["get", "crd", CRD, "-o", "json"]));
     let mut crd: serde_json::Value = serde_json::from_str(&crd).unwrap();
     crd["metadata"] = json!({ "name": CRD, "annotations": crd["metadata"]["annotations"] });
@@ -569,7 +569,7 @@ fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
     (crd, namespace, client)
 }
 
-fn install(cluster: &Cluster, crd: &serde_json::Value) {
+pub fn install(cluster: &Cluster, crd: &serde_json::Value) {
     let file = cluster.write("crd", &crd.to_string());
     stdout_of(cluster.kubectl(&["apply", "-f", support::path(&file)]));
     stdout_of(cluster.kubectl(&["wait", "--for=condition=Established", &format!("crd/{CRD}")]));

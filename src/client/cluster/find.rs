@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::failure::{Failure, Retry};
 use super::wire::Place;
+use crate::kubernetes::definition::next_step;
 use crate::kubernetes::metadata_service::{
     DRIVER_LABEL, SnapshotMetadataService, SnapshotMetadataServiceSpec,
 };
@@ -145,7 +146,17 @@ impl Finder {
             Some(found) => found.spec,
             None => {
                 let labelled = ListParams::default().labels(&format!("{DRIVER_LABEL}={driver}"));
-                only(driver, call(&what, api.list(&labelled)).await?.items)?
+                let listed = async {
+                    match api.list(&labelled).await {
+                        Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
+                        listed => listed.map(Some),
+                    }
+                };
+                let Some(listed) = call(&what, listed).await? else {
+                    let step = next_step::<SnapshotMetadataService>(&self.client).await;
+                    return Err(Failure::never(anyhow!("{what}: {step}")));
+                };
+                only(driver, listed.items)?
             }
         };
         let place = Place::new(&what, spec.address, self.address.as_deref(), spec.ca_cert.0)?;

@@ -73,7 +73,7 @@ token=$(kubectl get ssr short -o 'jsonpath={.status.sessionToken}')
 expect monday 0
 wait_for ssr/short delete
 expect monday 16
-say "the webhook rejects a ServiceAccount that may request sessions but not read these snapshots"
+say "the API server rejects a ServiceAccount that may request sessions but not read these snapshots"
 rejected volumesnapshots as stranger show snapshot allocated monday --api session --namespace "$namespace"
 say "no object of a session remains"
 act_as administrator

@@ -7,6 +7,7 @@
 //! Any number of replicas may run: all serve the webhook, the leader runs the controller. All state
 //! is in the cluster.
 
+mod access_policy;
 mod args;
 mod cause;
 mod clean_up;

@@ -10,6 +10,7 @@ use kube::runtime::watcher;
 use kube::{Api, Client};
 use tokio::task::JoinHandle;
 
+use super::access_policy::AccessPolicy;
 use super::args::Args;
 use super::context::Context;
 use super::controller;
@@ -94,8 +95,13 @@ async fn serve_webhook(
     tracing::info!(%address, "serving the webhook");
     let clients = Clients { watch: kubernetes.clone(), lookups: reviews.clone() };
     let limit = SessionLimit::start(args.max_sessions_per_namespace, clients, shutdown);
+    let policy = args.clients.client_ca.is_none().then(|| AccessPolicy::new(&reviews));
+    if let Some(policy) = policy.clone() {
+        // Logs before the first request that access is not verified.
+        tokio::spawn(async move { policy.is_in_force().await });
+    }
     let bounds = Bounds::new(webhook::LIMITS, LISTENER);
-    let routes = bounds.around(webhook::routes(reviews, limit), refuse_in_text);
+    let routes = bounds.around(webhook::routes(reviews, limit, policy), refuse_in_text);
     let longest = webhook::LIMITS.request;
     Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }

@@ -1,7 +1,8 @@
 //! The validating webhook (KEP-3314, session design, "The Snapshot Session Manager"): the creator
 //! of a request must be allowed to get each of its VolumeSnapshots, and the namespace must have room
-//! for it ([`SessionLimit`]). A request that cannot be checked is refused. Any pod may post reviews,
-//! so their senders take turns ([`PeerLimit`]).
+//! for it ([`SessionLimit`]). A request that cannot be checked is refused. Without `--client-ca` any
+//! pod may post reviews, so their senders take turns ([`PeerLimit`]), and access is reviewed only
+//! while the API server does not verify it itself ([`AccessPolicy`]).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use serde::Deserialize;
 use tokio::task::JoinSet;
 
 use super::ROLE;
+use super::access_policy::AccessPolicy;
 use super::session_limit::SessionLimit;
 use crate::kubernetes::admission::{Refusal, ReviewRequest, Verdict, Webhook as Route};
 use crate::kubernetes::bounded::List;
@@ -52,13 +54,14 @@ struct RequestedSpec {
 }
 
 /// The routes of the webhook. `client` makes the reviews and should have its own rate limit, so
-/// that many requests delay only each other.
-pub fn routes(client: Client, limit: Option<SessionLimit>) -> Router {
+/// that many requests delay only each other. `policy` is absent if only the API server can connect.
+pub fn routes(client: Client, limit: Option<SessionLimit>, policy: Option<AccessPolicy>) -> Router {
     let webhook = Webhook {
         // Not cached: a revoked permission must not be granted from a cache.
         reviewer: Reviewer::new(client, Duration::ZERO),
         turns: PeerLimit::default(),
         limit,
+        policy,
     };
     let decide = move |request| webhook.clone().decide(request);
     let route = Route::of::<SnapshotSessionRequest>(REVIEW_TIMEOUT).route(decide);
@@ -70,6 +73,7 @@ struct Webhook {
     reviewer: Reviewer,
     turns: PeerLimit,
     limit: Option<SessionLimit>,
+    policy: Option<AccessPolicy>,
 }
 
 impl Webhook {
@@ -94,6 +98,9 @@ impl Webhook {
         // First, so that a flood of requests over the limit causes no reviews.
         self.has_room(&namespace).await?;
         let (peer, user) = (request.peer, request.user_info);
+        if self.is_verified(peer).await? {
+            return Ok(());
+        }
         let shown = user.username.clone();
         let denied = self.denied(peer, user.into(), &namespace, names).await?;
         if denied.is_empty() {
@@ -101,6 +108,13 @@ impl Webhook {
             return self.has_room(&namespace).await;
         }
         Err(Refusal::not_allowed(denial_message(shown.as_deref(), &namespace, &denied)))
+    }
+
+    /// Whether the API server has verified the access of the creator before it called the webhook.
+    async fn is_verified(&self, peer: Peer) -> Result<bool, Refusal> {
+        let Some(policy) = &self.policy else { return Ok(false) };
+        let _turn = self.turns.turn(peer).await.map_err(|error| unknown(&error))?;
+        Ok(policy.is_in_force().await)
     }
 
     async fn has_room(&self, namespace: &str) -> Verdict {
@@ -251,6 +265,7 @@ mod tests {
             reviewer: Reviewer::new(client, Duration::ZERO),
             turns: PeerLimit::default(),
             limit: None,
+            policy: None,
         }
     }
 
@@ -332,7 +347,7 @@ mod tests {
         let turns = PeerLimit::default();
         let (client, limit) = (api.client(), Some(limit(&api, 2)));
         let reviewer = Reviewer::new(client, Duration::ZERO);
-        let webhook = Webhook { reviewer, turns: turns.clone(), limit };
+        let webhook = Webhook { reviewer, turns: turns.clone(), limit, policy: None };
         let request = || creation(&["a".into()], Some("apps"));
         api.allow_get("apps", "a");
         put(&api, "first");

@@ -46,12 +46,13 @@ impl Failure {
             return Self::new(Retry::OnceBegun, error);
         };
         let message = &status.message;
+        let denied = ["denied the request", "denied request"];
         match status.code {
             401 => Self::never(anyhow!(
                 "{what}: the API server rejects the kubeconfig's credentials: {message}"
             )),
-            // The message of a webhook has its own next step.
-            403 if message.contains("denied the request") => {
+            // The message of a webhook or a ValidatingAdmissionPolicy has its own next step.
+            403 if denied.iter().any(|denied| message.contains(denied)) => {
                 Self::never(anyhow!("{what}: {message}"))
             }
             403 => Self::never(anyhow!("{what}: {message}; grant the right with RBAC")),
@@ -291,12 +292,13 @@ mod tests {
             assert_eq!(api(code).retry, Retry::OnceBegun, "{code}");
         }
         assert!(api(403).error.to_string().contains("RBAC"));
-        let by_webhook =
-            failure(403, "admission webhook \"w\" denied the request: grant it by a Role");
-        assert!(
-            !by_webhook.error.to_string().contains("RBAC"),
-            "the message has its own next step"
-        );
+        for denied in [
+            "admission webhook \"w\" denied the request: grant it by a Role",
+            "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: grant it by a Role",
+        ] {
+            let message = failure(403, denied).error.to_string();
+            assert!(!message.contains("RBAC"), "{message} has its own next step");
+        }
         let gone = kube::Error::Service("refused".into());
         assert_eq!(Failure::api("reading", gone).retry, Retry::OnceBegun);
     }

@@ -9,12 +9,14 @@ mod admission;
 mod aggregated;
 mod api_server_ip_block;
 mod cert_manager;
+mod dns;
 mod inline;
 mod node_proxy;
 mod pinned;
 mod pods;
 mod rights;
 mod runtime;
+mod session_access;
 mod sessions;
 mod whole;
 

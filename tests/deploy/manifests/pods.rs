@@ -251,8 +251,9 @@ pub fn of_deployment(cluster: &Cluster, namespace: &str, all: &[Value], flags: &
     let policy = &only(all, "NetworkPolicy")["spec"];
     assert_eq!(policy["policyTypes"], json!(["Ingress", "Egress"]));
     let egress = policy["egress"].as_array().unwrap();
-    assert_eq!(egress[0]["ports"][0]["port"], 53, "{policy}");
-    assert_eq!(egress[1]["ports"][0]["port"], 443, "{policy}");
+    let ports = [0, 1].map(|rule| &egress[rule]["ports"][0]["port"]);
+    assert_eq!(ports, [53, 5353], "{policy}");
+    assert_eq!(egress[2]["ports"][0]["port"], 443, "{policy}");
     let service = only(all, "Service");
     let port = &service["spec"]["ports"][0];
     let container = &template["spec"]["containers"][0];

@@ -69,6 +69,8 @@ pub const SIDECAR_AT_HOME: &[&str] = &[
 ];
 
 const MANAGER: &[&str] = &[
+    "admissionregistration.k8s.io/validatingadmissionpolicies[csi-loopback-session-access] get",
+    "admissionregistration.k8s.io/validatingadmissionpolicybindings[csi-loopback-session-access] get",
     "admissionregistration.k8s.io/validatingwebhookconfigurations[csi-loopback-session-manager] get list watch patch",
     "authorization.k8s.io/subjectaccessreviews create",
     "cbt.storage.k8s.io/snapshotserviceconfigurations get list watch",

@@ -36,6 +36,11 @@ pub fn manager_rules() -> Vec<PolicyRule> {
             &["validatingwebhookconfigurations"],
             &["get", "list", "watch", "patch"],
         ),
+        rule(
+            "admissionregistration.k8s.io",
+            &["validatingadmissionpolicies", "validatingadmissionpolicybindings"],
+            &["get"],
+        ),
     ]
 }
 

@@ -98,26 +98,23 @@ await etcd test -S "$dir/client:0"
 
 # --- The API server -------------------------------------------------------------------------------
 
+# example KIND: the YAML of this kind in the guide about client certificates, with the paths of this cluster.
+example() {
+    awk -v kind="kind: $1" '
+        /^```yaml$/ { inside = 1; text = ""; next }
+        /^```$/ { if (inside && index(text, "\n" kind "\n")) printf "%s", text; inside = 0 }
+        inside { text = text $0 "\n" }' "$repo/docs/guide/api-server-certificate.md" |
+        sed "s~/etc/kubernetes/pki/front-proxy-client~$pki/front-proxy~; s~/etc/kubernetes/pki~$dir~"
+}
+
 write_admission_configuration() {
-    local plugin
-    cat >"$dir/webhooks.kubeconfig" <<END
-apiVersion: v1
-kind: Config
-users:
-- name: "*"
-  user: {client-certificate: $pki/webhook-client.crt, client-key: $pki/webhook-client.key}
+    example Config >"$dir/webhook-clients.yaml"
+    # Webhooks that are called by URL get a certificate of another authority.
+    cat >>"$dir/webhook-clients.yaml" <<END
+  - name: "*"
+    user: {client-certificate: $pki/webhook-client.crt, client-key: $pki/webhook-client.key}
 END
-    printf '%s\n' 'apiVersion: apiserver.config.k8s.io/v1' 'kind: AdmissionConfiguration' 'plugins:' \
-        >"$dir/admission.yaml"
-    for plugin in MutatingAdmissionWebhook ValidatingAdmissionWebhook; do
-        cat >>"$dir/admission.yaml" <<END
-- name: $plugin
-  configuration:
-    apiVersion: apiserver.config.k8s.io/v1
-    kind: WebhookAdmissionConfiguration
-    kubeConfigFile: $dir/webhooks.kubeconfig
-END
-    done
+    example AdmissionConfiguration >"$dir/admission.yaml"
 }
 
 start_api_server() {

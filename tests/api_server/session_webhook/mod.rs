@@ -2,6 +2,7 @@
 //! refused and with which message, and how the API server comes to trust the webhook.
 
 mod abuse;
+mod page;
 
 use support::cluster::shared;
 
@@ -86,6 +87,11 @@ impl<'a> Rig<'a> {
     fn configure(&self, failure_policy: &str) {
         let url =
             format!("https://localhost:{}/validate-snapshotsessionrequest", self.manager.port);
+        self.configure_as(failure_policy, json!({ "url": url }));
+    }
+
+    /// The same with this clientConfig.
+    fn configure_as(&self, failure_policy: &str, client_config: Value) {
         self.cluster.create(
             &self.configurations(),
             json!({
@@ -93,7 +99,7 @@ impl<'a> Rig<'a> {
                 "webhooks": [{
                     "name": "snapshotsessionrequests.cbt.storage.k8s.io",
                     "admissionReviewVersions": ["v1"],
-                    "clientConfig": { "url": url },
+                    "clientConfig": client_config,
                     "failurePolicy": failure_policy,
                     "namespaceSelector": {
                         "matchLabels": { "kubernetes.io/metadata.name": self.apps },

@@ -42,7 +42,7 @@ impl Options {
 /// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 18] = [
+const ROWS: [(&str, Measure); 19] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -51,6 +51,7 @@ const ROWS: [(&str, Measure); 18] = [
     ("stream", rows::stream::measure),
     ("memory", rows::memory::streaming),
     ("sidecar", rows::sidecar::measure),
+    ("abuse", rows::sidecar::abuse),
     ("proxy", rows::proxy::measure),
     ("extents", rows::extents::measure),
     ("catalog", rows::catalog::measure),

@@ -1,5 +1,6 @@
 //! The sidecar compared with the released one, with a real API server: throughput and cost of
-//! streams (`relay`), the rate of short requests (`requests`), and abuse of the port (`abuse`).
+//! streams (`relay`), the rate of short requests (`requests`), and floods and frozen connections
+//! (`abuse`).
 
 mod abuse;
 mod relay;
@@ -16,14 +17,44 @@ use crate::report::{Report, Row};
 use rig::Rig;
 use support::cluster::{Cluster, NoCluster};
 
+/// Rows that share a cluster and a driver.
+type Part = fn(Options, &mut Report, &Rig<'_>) -> Result<()>;
+
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
+    with_rig("sidecar", options, report, extents(options), |options, report, rig| {
+        relay::measure(options, report, rig, extents(options))?;
+        requests::measure(options, report, rig)
+    })
+}
+
+/// Extents of the long delta.
+fn extents(options: Options) -> u64 {
+    options.pick(5_000_000, 100_000)
+}
+
+pub fn abuse(options: Options, report: &mut Report) -> Result<()> {
+    with_rig("abuse", options, report, 1000, abuse::measure)
+}
+
+fn with_rig(
+    row: &'static str,
+    options: Options,
+    report: &mut Report,
+    extents: u64,
+    part: Part,
+) -> Result<()> {
     // The test harness panics on errors. The thread keeps a panic from ending the other rows.
-    thread::scope(|scope| scope.spawn(|| all(options, report)).join())
+    thread::scope(|scope| scope.spawn(|| run(row, options, report, extents, part)).join())
         .unwrap_or_else(|_| Err(anyhow!("the test harness panicked")))
 }
 
-fn all(options: Options, report: &mut Report) -> Result<()> {
-    let extents: u64 = options.pick(5_000_000, 100_000);
+fn run(
+    row: &'static str,
+    options: Options,
+    report: &mut Report,
+    extents: u64,
+    part: Part,
+) -> Result<()> {
     // In parallel, because each takes seconds.
     let (cluster, made) = thread::scope(|scope| {
         let starting = scope.spawn(Cluster::start);
@@ -33,15 +64,12 @@ fn all(options: Options, report: &mut Report) -> Result<()> {
     let cluster = match cluster.map_err(|_| anyhow!("the cluster did not start"))? {
         Ok(cluster) => cluster,
         Err(NoCluster::Unavailable(why)) => {
-            let row = Row::value("sidecar", "sidecar, relay and requests", "not measured");
+            let row = Row::value(row, "API server and released sidecar", "not measured");
             report.row(row.against(format!("API server and released sidecar: {why}"), None));
             return Ok(());
         }
         Err(NoCluster::Failed(why)) => return Err(anyhow!(why)),
     };
     let (driver, base, target) = made?;
-    let rig = Rig::new(&cluster, &driver, &base, &target)?;
-    relay::measure(options, report, &rig, extents)?;
-    requests::measure(options, report, &rig)?;
-    abuse::measure(options, report, &rig)
+    part(options, report, &Rig::new(&cluster, &driver, &base, &target)?)
 }

@@ -173,12 +173,12 @@ fn run_clients(
 }
 
 #[derive(Debug, Default)]
-struct Counted {
+pub(super) struct Counted {
     responses: AtomicU64,
     errors: AtomicU64,
 }
 
-async fn call_repeatedly(channel: Channel, request: RawMessage, counted: Arc<Counted>) {
+pub(super) async fn call_repeatedly(channel: Channel, request: RawMessage, counted: Arc<Counted>) {
     loop {
         match decode(channel.clone(), DELTA, request.clone()).await {
             Ok(_) => counted.responses.fetch_add(1, Ordering::Relaxed),

@@ -75,10 +75,20 @@ impl<'a> Rig<'a> {
 
     /// Starts a sidecar with a new ServiceAccount.
     pub fn sidecar(&self, implementation: Implementation, flags: &[&str]) -> Result<Sidecar> {
+        self.sidecar_at(&self.cluster.server(), implementation, flags)
+    }
+
+    /// The same with this address of the API server.
+    pub fn sidecar_at(
+        &self,
+        server: &str,
+        implementation: Implementation,
+        flags: &[&str],
+    ) -> Result<Sidecar> {
         let name = self.cluster.unique("sidecar");
         let account = self.cluster.account(&self.namespace, &name);
         self.cluster.grant(&account, &sidecar_rules());
-        let kubeconfig = self.cluster.kubeconfig_of(&account);
+        let kubeconfig = self.cluster.kubeconfig_at(server, &account);
         let socket = self.driver.socket();
         let served = match implementation {
             Implementation::Ours => {

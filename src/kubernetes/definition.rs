@@ -7,7 +7,7 @@ use super::cache::in_time;
 /// Version of the definition of SnapshotMetadataService of external-snapshot-metadata v0.2.
 const FORMER: &str = "v1alpha1";
 
-/// What an administrator has to do, after the API server has returned 404 for a list of the kind.
+/// What an administrator must do, after the API server has returned 404 for a list of the kind.
 pub async fn next_step<K: Resource<DynamicType = ()>>(client: &Client) -> String {
     let (plural, group, version) = (K::plural(&()), K::group(&()), K::version(&()));
     // All authenticated users may read this.

@@ -1,6 +1,6 @@
 //! Verification of a server's certificate by given certificates, as programs in Go verify it: also a
-//! certificate that is given itself is accepted, whether or not it may sign others and whoever has
-//! signed it, if it is valid now, for the host, and for servers. webpki alone accepts it only if it
+//! certificate that is given itself is accepted, whether or not it may sign others, and of any
+//! issuer, if it is valid now, for the host, and for servers. webpki alone accepts it only if it
 //! has signed itself and is no authority (CA:FALSE).
 
 use std::sync::Arc;

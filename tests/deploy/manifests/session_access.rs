@@ -52,8 +52,10 @@ impl Stage<'_> {
 
     /// The webhook's answer to a pod that posts a review in the name of this user.
     fn post(&self, user: &Account) -> String {
-        let kind = json!({ "group": "", "version": "", "kind": "" });
-        let resource = json!({ "group": "", "version": "", "resource": "" });
+        let (group, version) = ("cbt.storage.k8s.io", "v1alpha2");
+        let kind = json!({ "group": group, "version": version, "kind": "SnapshotSessionRequest" });
+        let resource =
+            json!({ "group": group, "version": version, "resource": "snapshotsessionrequests" });
         let review = json!({
             "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
             "request": {
@@ -114,7 +116,8 @@ fn the_webhook_reveals_no_permission_to_a_pod() {
     // The API servers apply the policy 30 s after it was created.
     cluster
         .wait_for("equal answers", || (stage.post(&stranger) == stage.post(&backup)).then_some(()));
-    assert!(stage.post(&stranger).contains("\"allowed\":true"));
+    let answer = stage.post(&stranger);
+    assert!(answer.contains("\"allowed\":true"), "{answer}");
     let refused = |user: &Account, snapshots: &[&str], by: &str| {
         let message = stage.create(user, snapshots).unwrap_err();
         for part in [by, "may not get the volumesnapshots", &user.user(), "the verb get"] {

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use csi_loopback::kubernetes::definition::next_step;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use support::cluster::access::backup_rules;
 use support::cluster::programs::{finish, stdout_of};
 use support::cluster::shared;
 use support::driver::binary;
@@ -19,13 +20,18 @@ fn the_former_definition_is_reported_with_the_next_step() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
+    let backup = cluster.account(&rig.apps, "backup");
+    cluster.grant(&backup, &backup_rules());
+    let kubeconfig = cluster.kubeconfig_of(&backup);
     let list = || {
         let mut command = Command::new(binary());
         command.args(["snapshot", "allocated", "monday", "--namespace", &rig.apps]);
-        command.args(["--timeout", "20s", "--kubeconfig", path(&cluster.kubeconfig())]);
+        command.args(["--timeout", "20s", "--kubeconfig", path(&kubeconfig)]);
         let output = finish(command);
         assert!(!output.status.success());
-        String::from_utf8(output.stderr).unwrap()
+        let message = String::from_utf8(output.stderr).unwrap();
+        println!("{message}");
+        message
     };
     let (crd, _, client) = without_crd(cluster);
     let step = || cluster.block_on(next_step::<SnapshotMetadataService>(&client));

@@ -97,7 +97,6 @@ template base "" base \
     .Values.nodeProxy.enabled node-proxy \
     'and .Values.nodeProxy.enabled .Values.nodeProxy.claims' components/node-proxy-claims \
     .Values.aggregatedApi.enabled components/cbt-http \
-    .Values.publishBases.enabled components/publish-bases \
     .Values.snapshotterSecret.enabled components/snapshotter-secret \
     $cert_manager components/cert-manager/metadata
 template session-manager .Values.sessionManager.enabled session-manager $cert_manager components/cert-manager/session-manager

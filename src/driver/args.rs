@@ -51,10 +51,6 @@ pub struct Args {
     #[arg(long, requires = "metadata_endpoint", value_name = "GROUP")]
     pub metadata_socket_group: Option<String>,
 
-    /// Let the second socket set the retention of bases, for a sidecar with --publish-bases
-    #[arg(long, requires = "metadata_endpoint")]
-    pub metadata_base_retention: bool,
-
     /// Directory that staging and target paths must be in, such as /var/lib/kubelet [default: any]
     #[arg(long, value_name = "DIR")]
     pub target_root: Option<PathBuf>,

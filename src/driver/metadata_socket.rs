@@ -1,7 +1,6 @@
 //! `--metadata-endpoint`: a second socket for the sidecar, which serves clients from the network. It
-//! serves only what reads snapshot metadata and lists bases. With `--metadata-base-retention` it also
-//! sets the retention of bases, which can end deltas from deleted snapshots. The CSI socket also
-//! serves calls that create, delete and mount volumes, which is the power of root.
+//! serves only what reads snapshot metadata. The CSI socket also serves calls that create, delete and
+//! mount volumes, which is the power of root, and those that end deltas from deleted snapshots.
 
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
@@ -13,54 +12,41 @@ use tonic::transport::server::Router;
 
 use super::Plugin;
 use crate::grpc::reflection;
-use crate::proto::admin::v1::base_admin_server::BaseAdminServer;
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
 use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 
 /// The services of the socket, as reflection lists them.
-const SERVICES: [&str; 5] = [
+const SERVICES: [&str; 4] = [
     "csi.v1.Identity",
     "csi.v1.Controller",
     "csi.v1.SnapshotMetadata",
     "snapshotsession.SnapshotMetadata",
-    "csiloopback.admin.v1.BaseAdmin",
 ];
 
 /// The services of which all methods are served.
 const WHOLE: [&str; 3] =
     ["/csi.v1.Identity/", "/csi.v1.SnapshotMetadata/", "/snapshotsession.SnapshotMetadata/"];
 /// The other methods that are served.
-const METHODS: [&str; 3] = [
-    "/csi.v1.Controller/ControllerGetCapabilities",
-    "/csi.v1.Controller/ListSnapshotDeltas",
-    "/csiloopback.admin.v1.BaseAdmin/ListBases",
-];
-/// Served with `--metadata-base-retention`.
-const SET_RETENTION: &str = "/csiloopback.admin.v1.BaseAdmin/SetBaseRetention";
+const METHODS: [&str; 2] =
+    ["/csi.v1.Controller/ControllerGetCapabilities", "/csi.v1.Controller/ListSnapshotDeltas"];
 
 /// # Errors
 /// The descriptors of this build cannot be read.
-pub fn router(plugin: Plugin, sets_retention: bool) -> anyhow::Result<Router> {
+pub fn router(plugin: Plugin) -> anyhow::Result<Router> {
     let routes = Routes::default()
         .add_service(IdentityServer::new(plugin.clone()))
         .add_service(ControllerServer::new(plugin.clone()))
         .add_service(SnapshotMetadataServer::new(plugin.clone()))
-        .add_service(SessionServer::new(plugin.clone()))
-        .add_service(BaseAdminServer::new(plugin));
-    let refuse = from_fn(move |request, next| refuse_other_methods(sets_retention, request, next));
-    let routes = routes.into_axum_router().layer(refuse);
+        .add_service(SessionServer::new(plugin));
+    let routes = routes.into_axum_router().layer(from_fn(refuse_other_methods));
     reflection::add(Server::builder().add_routes(routes.into()), &SERVICES)
 }
 
-async fn refuse_other_methods(sets_retention: bool, request: Request, next: Next) -> Response {
+async fn refuse_other_methods(request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let is_retention = sets_retention && path == SET_RETENTION;
-    if is_retention
-        || METHODS.contains(&path)
-        || WHOLE.iter().any(|service| path.starts_with(service))
-    {
+    if METHODS.contains(&path) || WHOLE.iter().any(|service| path.starts_with(service)) {
         return next.run(request).await;
     }
     let message =

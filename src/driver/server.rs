@@ -66,7 +66,6 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         socket_group,
         metadata_endpoint,
         metadata_socket_group,
-        metadata_base_retention,
         target_root,
         driver_name,
         node_id,
@@ -142,7 +141,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     spawn_housekeeping(&backend, &shutdown);
     let metadata = async {
         let Some((listener, _guard)) = metadata else { return Ok(()) };
-        let router = metadata_socket::router(plugin.clone(), metadata_base_retention)?;
+        let router = metadata_socket::router(plugin.clone())?;
         serve::until_shutdown(router, listener, &calls, &shutdown).await
     };
     let csi = serve::until_shutdown(router(plugin.clone())?, listener, &calls, &shutdown);

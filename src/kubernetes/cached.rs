@@ -21,14 +21,6 @@ use crate::grpc::truncate;
 /// class, for use after the class is deleted.
 pub const DELETION_NAME_KEY: &str = "snapshot.storage.kubernetes.io/deletion-secret-name";
 pub const DELETION_NAMESPACE_KEY: &str = "snapshot.storage.kubernetes.io/deletion-secret-namespace";
-/// Annotation of a VolumeSnapshotContent: the bases for deltas to its volume's newest snapshot, as
-/// JSON.
-pub const BASES: &str = "cbt.storage.k8s.io/bases";
-/// Annotation of a VolumeSnapshotContent: how long the snapshot remains a base after its deletion,
-/// e.g. 30days, or default.
-pub const RETENTION: &str = "cbt.storage.k8s.io/base-retention";
-/// Annotation of a VolumeSnapshotContent: why the requested retention cannot be applied.
-pub const RETENTION_ERROR: &str = "cbt.storage.k8s.io/base-retention-error";
 /// Labels of a namespace: the Pod Security level that is enforced, and the one that causes
 /// warnings.
 pub const ENFORCE: &str = "pod-security.kubernetes.io/enforce";
@@ -96,9 +88,7 @@ impl Cached for VolumeSnapshot {
 
 impl Cached for VolumeSnapshotContent {
     fn shrink(&mut self) {
-        let annotations =
-            [DELETION_NAME_KEY, DELETION_NAMESPACE_KEY, BASES, RETENTION, RETENTION_ERROR];
-        keep(&mut self.metadata, &annotations, &[]);
+        keep(&mut self.metadata, &[DELETION_NAME_KEY, DELETION_NAMESPACE_KEY], &[]);
         if let Some(status) = &mut self.status {
             status.error = None;
         }
@@ -246,8 +236,7 @@ mod tests {
             },
             "status": { "snapshotHandle": "h", "readyToUse": true, "error": { "message": "x" } },
         });
-        let annotations =
-            [DELETION_NAME_KEY, DELETION_NAMESPACE_KEY, BASES, RETENTION, RETENTION_ERROR];
+        let annotations = [DELETION_NAME_KEY, DELETION_NAMESPACE_KEY];
         let configuration =
             json!({ "spec": { "address": "a:1", "caCert": "eA==", "driverNamespace": "n" } });
         let class = json!({

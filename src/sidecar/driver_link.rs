@@ -17,11 +17,9 @@ use tonic_prost::ProstCodec;
 
 use super::refusal::{Reason, Refusal};
 use crate::grpc::{Endpoint, RawMessage, code_name};
-use crate::proto::admin::v1 as admin;
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotsession as session;
 use crate::telemetry::shutdown::Shutdown;
-use admin::base_admin_client::BaseAdminClient;
 use csi::controller_client::ControllerClient;
 use csi::controller_service_capability::rpc::Type as Rpc;
 use csi::identity_client::IdentityClient;
@@ -39,8 +37,6 @@ const MAX_MESSAGE: usize = 32 << 20;
 /// The driver's deadline exceeds the caller's by this time, so that it is known which one expired.
 /// Some drivers end a stream with OK when its time is over, which must not be taken for its end.
 const GRACE: Duration = Duration::from_secs(1);
-/// The same for a page of bases, which has about 150 bytes for each.
-const MAX_BASES: usize = 1 << 20;
 /// Poll intervals of a ready driver and of a driver that is not ready.
 const POLL_READY: Duration = Duration::from_secs(5);
 const POLL_NOT_READY: Duration = Duration::from_millis(500);
@@ -243,27 +239,6 @@ impl DriverLink {
         let (request, path) =
             (bounded(request, timeout + GRACE), PathAndQuery::from_static(LIST_DELTAS));
         grpc.unary(request, path, codec).await.map(Response::into_inner)
-    }
-
-    /// Returns a page of the bases that the driver's BaseAdmin service reports.
-    pub async fn list_bases(
-        &self,
-        request: admin::ListBasesRequest,
-        timeout: Duration,
-    ) -> Result<admin::ListBasesResponse, Status> {
-        let bases = BaseAdminClient::new(self.channel.clone());
-        let mut bases = bases.max_decoding_message_size(MAX_BASES);
-        bases.list_bases(bounded(request, timeout)).await.map(Response::into_inner)
-    }
-
-    /// Changes how long a snapshot remains a base.
-    pub async fn set_base_retention(
-        &self,
-        request: admin::SetBaseRetentionRequest,
-        timeout: Duration,
-    ) -> Result<(), Status> {
-        let mut bases = BaseAdminClient::new(self.channel.clone());
-        bases.set_base_retention(bounded(request, timeout)).await.map(drop)
     }
 
     async fn stream<Q: prost::Message + Send + Sync + 'static>(

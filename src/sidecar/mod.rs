@@ -8,7 +8,6 @@
 
 mod access;
 mod args;
-mod bases;
 mod call;
 mod cbt_http;
 mod check;

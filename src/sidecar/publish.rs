@@ -2,7 +2,6 @@
 //! manager find the sidecar. [`crate::kubernetes::publish`] creates and updates the objects.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::ByteString;
@@ -17,7 +16,6 @@ use crate::kubernetes::publish::Publication;
 use crate::kubernetes::session::SnapshotServiceConfiguration;
 use crate::kubernetes::tls;
 use crate::kubernetes::{cbt_http, name};
-use crate::quantity;
 use crate::telemetry::klog;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -51,20 +49,6 @@ pub struct Args {
     #[arg(long, requires = "manage_service", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         value_parser = klog::boolean, value_name = "BOOL")]
     pub require_base_snapshot_for_delta: Option<bool>,
-
-    /// Publish the bases for deltas and their expiry as annotations of VolumeSnapshotContents, and
-    /// apply retention annotations (csi-loopback's driver only)
-    #[arg(long)]
-    pub publish_bases: bool,
-
-    /// Interval at which the driver's bases are polled
-    #[arg(long, default_value = "1min", value_parser = bases_interval, value_name = "TIME")]
-    pub publish_bases_interval: Duration,
-}
-
-fn bases_interval(text: &str) -> Result<Duration, String> {
-    let range = Duration::from_secs(1)..=Duration::from_secs(86_400);
-    quantity::duration(text, range, "from 1s to 1day")
 }
 
 /// Content of the SnapshotMetadataService.
@@ -302,8 +286,6 @@ mod tests {
             ("x --self-signed --service-address a:1 --self-signed-validity 11years", "3650days"),
             ("x --self-signed --service-address a:1 --self-signed-secret A_b", "a-z"),
             ("x --service-address https://a:1", "host:port"),
-            ("x --publish-bases-interval 999ms", "1s to 1day"),
-            ("x --publish-bases-interval 2days", "1s to 1day"),
         ] {
             let error = parse(bad).unwrap_err().to_string();
             assert!(error.contains(named), "{bad}: {error}");

@@ -8,9 +8,9 @@ use std::time::Duration;
 use anyhow::Context;
 use axum::http::StatusCode;
 use axum::response::Response;
+use kube::Client;
 use kube::runtime::watcher;
-use kube::{Api, Client};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio_stream::Stream;
 use tonic::Status;
 use tonic::service::Routes;
@@ -19,7 +19,6 @@ use tonic_health::server::HealthReporter;
 
 use super::access::{Audience, Authenticator};
 use super::args::Args;
-use super::bases::Bases;
 use super::call::ConcurrencyLimit;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
@@ -31,12 +30,12 @@ use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
 use super::stream_limit::StreamLimit;
 use super::{cbt_http, publish};
-use crate::kubernetes::cache::{self, Cache, Clients};
+use crate::kubernetes::cache::{self, Clients};
 use crate::kubernetes::https::{self, Bounds, Limits};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, maintain};
 use crate::kubernetes::review::Reviewer;
-use crate::kubernetes::snapshot::{self, VolumeSnapshotClass, VolumeSnapshotContent};
+use crate::kubernetes::snapshot::{self, VolumeSnapshotClass};
 use crate::kubernetes::tls::Connection;
 use crate::kubernetes::tls::identity::{CertificateSource, Identity};
 use crate::kubernetes::{bound_snapshot, client, tls};
@@ -81,8 +80,6 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let base = Base { args, namespace, kubernetes, lookups, driver, metrics, shutdown };
     let (authenticator_sender, authenticator) = watch::channel(None);
     let apis = base.apis(authenticator).await?;
-    let contents = base.args.publish.publish_bases.then(|| base.contents(&apis));
-    let (refused, mut refusals) = mpsc::channel(1);
     let pages = base.pages(&identity, &page_metrics).await?;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
@@ -101,8 +98,6 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         authenticator: authenticator_sender,
         health,
         followed_state,
-        contents,
-        refused,
     };
     tokio::spawn(follower.driver(trusted));
     let routes = routes(apis).add_service(health_service).into_axum_router();
@@ -110,7 +105,6 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let served = https::serve(incoming, routes, longest, shutdown.clone());
     tokio::select! {
         () = served => {}
-        Some(refused) = refusals.recv() => return Err(refused),
         () = shutdown.overdue() => tracing::warn!("closing connections that did not finish in time"),
     }
     if let Some(pages) = pages {
@@ -250,21 +244,6 @@ impl Base {
         }
     }
 
-    /// The watch of contents of an enabled API, or else a new one.
-    fn contents(&self, apis: &Apis) -> Cache<VolumeSnapshotContent> {
-        let released = apis.released.iter().map(|api| &api.sidecar);
-        let mut sidecars = released.chain(apis.sessions.iter().map(|api| &api.sidecar));
-        match sidecars.next() {
-            Some(sidecar) => sidecar.resolver.bound.contents.clone(),
-            None => cache::of_cluster(
-                &self.kubernetes,
-                watcher::Config::default(),
-                snapshot::handle,
-                self.shutdown.clone(),
-            ),
-        }
-    }
-
     /// The session API. Lookups of unknown tokens use a client with a separate rate limit.
     async fn sessions(&self, namespace: &str, sidecar: &Sidecar) -> anyhow::Result<Sessions> {
         let lookups = client::connect(self.args.kubeconfig.as_deref(), self.args.rate()).await?;
@@ -332,24 +311,16 @@ struct DriverFollower {
     health: HealthReporter,
     /// The driver's state after these updates.
     followed_state: watch::Sender<Driver>,
-    /// For --publish-bases.
-    contents: Option<Cache<VolumeSnapshotContent>>,
-    /// Receives an error if the driver lacks what a flag requires.
-    refused: mpsc::Sender<anyhow::Error>,
 }
 
 impl DriverFollower {
-    async fn driver(mut self, mut trusted: Option<watch::Receiver<String>>) {
+    async fn driver(self, mut trusted: Option<watch::Receiver<String>>) {
         let mut state = self.base.driver.state();
-        let mut contents = self.contents.take();
         loop {
             let now = state.borrow_and_update().clone();
             let status = match &now {
                 Driver::Ready { name, capable, .. } => {
                     self.base.metrics.driver(name, *capable);
-                    if let Some(contents) = contents.take() {
-                        self.publish_bases(name, contents);
-                    }
                     if self.authenticator.borrow().is_none() {
                         self.begin(name, trusted.take());
                     }
@@ -370,14 +341,6 @@ impl DriverFollower {
                 }
             }
         }
-    }
-
-    fn publish_bases(&self, driver: &str, contents: Cache<VolumeSnapshotContent>) {
-        let Base { args, kubernetes, shutdown, driver: link, .. } = &self.base;
-        let objects = Api::all(kubernetes.clone());
-        let bases = Bases::new(link.clone(), driver, contents, objects, args.timeout);
-        let every = args.publish.publish_bases_interval;
-        tokio::spawn(bases.run(every, self.refused.clone(), shutdown.clone()));
     }
 
     /// Starts what needs the driver's name.

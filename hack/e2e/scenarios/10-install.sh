@@ -3,10 +3,10 @@
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 
-step "definitions, node label, driver (deploy/base with cbt-http and publish-bases)"
+step "definitions, node label, driver (deploy/base with cbt-http)"
 quietly kubectl apply --server-side -f deploy/crds
 quietly kubectl label node node loopback.csi.local/pool=true
-quietly kubectl apply --server-side -k "$(overlay_of base base cbt-http publish-bases)"
+quietly kubectl apply --server-side -k "$(overlay_of base base cbt-http)"
 step "session manager and aggregated API"
 quietly kubectl apply --server-side -k deploy/session-manager
 quietly kubectl apply --server-side -k deploy/aggregated-api

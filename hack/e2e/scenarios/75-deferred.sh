@@ -22,7 +22,7 @@ policy=$(kubectl -n csi-loopback-admission get configmap csi-loopback-admission 
     awk '/^deferral:/ { print "deferral:"; shown = 1; next } shown && /^#  / { print substr($0, 2); next } { shown = 0; print }')
 quietly kubectl -n csi-loopback-admission patch configmap csi-loopback-admission --type merge \
     --patch "$(jq -n --arg policy "$policy" '{data: {"policy.yaml": $policy}}')"
-quietly kubectl apply --server-side -k "$(overlay_of node-proxy node-proxy cbt-http publish-bases)"
+quietly kubectl apply --server-side -k "$(overlay_of node-proxy node-proxy cbt-http)"
 rollout csi-loopback daemonset/csi-loopback-node-proxy daemonset/csi-loopback-runtime-ops statefulset/csi-loopback
 step "a pod that opts in (deploy/examples/node-proxy)"
 eventually kubectl apply --server-side -k deploy/examples/node-proxy

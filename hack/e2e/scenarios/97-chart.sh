@@ -35,11 +35,10 @@ same sessionManager.enabled=true deploy/base deploy/session-manager
 same aggregatedApi.enabled=true "$(overlay_of chart base cbt-http)" deploy/aggregated-api
 same admission.enabled=true deploy/base deploy/admission
 same inline.enabled=true deploy/base deploy/inline
-same publishBases.enabled=true "$(overlay_of chart base publish-bases)"
 same snapshotterSecret.enabled=true "$(overlay_of chart base snapshotter-secret)"
 same certManager.enabled=true "$(overlay_of chart base cert-manager/metadata)"
 same "$all" \
-    "$(overlay_of chart node-proxy node-proxy-claims cbt-http publish-bases snapshotter-secret cert-manager/metadata)" \
+    "$(overlay_of chart node-proxy node-proxy-claims cbt-http snapshotter-secret cert-manager/metadata)" \
     "$(overlay_of chart-sessions session-manager cert-manager/session-manager)" \
     "$(overlay_of chart-api aggregated-api aggregated-api-secrets cert-manager/aggregated-api)" \
     "$(overlay_of chart-admission admission cert-manager/admission)" deploy/inline

@@ -3,7 +3,6 @@
 
 mod answers;
 mod backup;
-mod bases;
 mod commands;
 mod dialects;
 mod host_path;

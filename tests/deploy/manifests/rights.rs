@@ -298,28 +298,3 @@ fn only_snapshotter_and_sidecar_get_a_snapshotter_secret() {
     }
     apply_base(cluster);
 }
-
-#[test]
-fn only_publish_bases_lets_the_sidecar_annotate_contents() {
-    let Some(cluster) = shared() else { return };
-    apply_base(cluster);
-    let who = account(NAMESPACE, "csi-loopback-metadata");
-    let may_patch =
-        |what: &str| may(cluster, &who, "", "patch", "snapshot.storage.k8s.io", what, "");
-    assert!(!may_patch("volumesnapshotcontents"));
-    stdout_of(apply(cluster, &overlay(cluster, "base", "publish-bases")));
-    cluster.wait_for("the right", || may_patch("volumesnapshotcontents").then_some(()));
-    assert!(!may_patch("volumesnapshotcontents/status") && !may_patch("volumesnapshots"));
-    let driver = ["get", "-n", NAMESPACE, "statefulset", "csi-loopback", "-o", "json"];
-    let driver: Value = serde_json::from_str(&stdout_of(cluster.kubectl(&driver))).unwrap();
-    let containers = &driver["spec"]["template"]["spec"]["containers"];
-    for (container, flag) in [(0, "--metadata-base-retention"), (3, "--publish-bases")] {
-        let container = &containers[container];
-        assert!(container["args"].as_array().unwrap().contains(&json!(flag)), "{container}");
-    }
-    // Other tests expect the base without it.
-    for kind in ["clusterrolebinding", "clusterrole"] {
-        stdout_of(cluster.kubectl(&["delete", kind, "csi-loopback-publish-bases"]));
-    }
-    apply_base(cluster);
-}

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # Starts, enters, reboots and ends the cluster of hack/e2e.sh, and builds its images.
-# Sourced, never run, behind hack/lib.sh.
+# Sourced, never run, after hack/lib.sh.
 
 # shellcheck source=hack/oci.sh
 source "$repo/hack/oci.sh"

@@ -65,7 +65,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// DeltaService the service of VolumeSnapshotDeltas.
+/// Creates the service of VolumeSnapshotDeltas.
 async fn deltas(
     args: &Args,
     kubernetes: &Client,

@@ -109,7 +109,7 @@ pub fn take(
     }
 }
 
-/// Performs all times before the commit.
+/// Performs all steps before the commit, and adds the duration of each to `times`.
 fn copy_and_record(
     store: &Store,
     rows: Vec<(Volume, Snapshot)>,

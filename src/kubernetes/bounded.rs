@@ -59,7 +59,10 @@ pub fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<Parsed<T>, Error> {
     Ok(Parsed { value, elements: MAX_ELEMENTS - LEFT.get() })
 }
 
-/// Takes an element of the document's number.
+/// Counts an element that this thread has parsed.
+///
+/// # Errors
+/// The document has more than [`MAX_ELEMENTS`].
 fn take<E: serde::de::Error>() -> Result<(), E> {
     match LEFT.get() {
         0 => Err(E::custom(format!(

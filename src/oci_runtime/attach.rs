@@ -134,7 +134,7 @@ fn attach(table: &mut File, volume: &File, placeholder: &Path, aside: &Path) -> 
     };
     for copy in copies {
         ensure!(depth(copy) > depth(found), "the runtime has mounted the placeholder twice");
-        // A covered copy cannot be reached, neither by the container.
+        // A covered copy cannot be reached, not even by the container.
         if open_mount(&copy.target, copy.id).is_ok() {
             unmount(&copy.target)
                 .with_context(|| format!("unmounting the copy at {}", copy.target.display()))?;

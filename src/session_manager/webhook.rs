@@ -31,7 +31,7 @@ use crate::telemetry::peer::Peer;
 
 /// HTTP path of the webhook.
 pub const PATH: &str = "/validate-snapshotsessionrequest";
-/// A review holds at max_running two objects, the old and the new one, which are smaller than this.
+/// A review holds at most two objects, the old and the new one, which are smaller than this.
 pub const LIMITS: Limits = Limits { body: 3 << 20, request: Duration::from_secs(9) };
 
 /// Time limit of a decision: the API server waits 10 s.

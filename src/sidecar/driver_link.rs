@@ -146,7 +146,7 @@ impl DriverLink {
         }
     }
 
-    /// ConcurrencyLimit CSI's SnapshotMetadata service.
+    /// Calls CSI's SnapshotMetadata service.
     pub async fn get_metadata(
         &self,
         driver_request: DriverRequest,
@@ -175,8 +175,8 @@ impl DriverLink {
         self.stream(bounded(request, timeout), DELTA).await
     }
 
-    /// ConcurrencyLimit the driver's own session API; returns `None` if the driver lacks it. The
-    /// driver receives `session_token` and `volume_id` as given here.
+    /// Calls the driver's own session API; returns `None` if the driver lacks it. The driver
+    /// receives `session_token` and `volume_id` as given here.
     pub async fn get_session_metadata(
         &self,
         driver_request: DriverRequest,

@@ -85,7 +85,7 @@ impl Sidecar {
         self.check_streams.then(|| StreamCheck::new(driver_request.starting_offset))
     }
 
-    /// ConcurrencyLimit the driver's CSI service. `rewrite` converts its messages.
+    /// Calls the driver's CSI service. `rewrite` converts its messages.
     pub async fn open_stream(
         &self,
         prepared: Prepared,

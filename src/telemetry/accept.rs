@@ -78,7 +78,7 @@ impl BackoffAcceptor {
 
     fn succeeded(&mut self) {
         if self.pause.take().is_some() {
-            tracing::debug!(failures = self.failures, "acceptor connections again");
+            tracing::debug!(failures = self.failures, "accepting connections again");
         }
     }
 }

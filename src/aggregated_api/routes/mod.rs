@@ -32,7 +32,7 @@ use crate::telemetry::shutdown::Shutdown;
 /// response, which is enforced separately.
 pub const LIMITS: Limits = Limits { body: decode::MAX_BODY, request: Duration::from_secs(40) };
 
-/// DeltaService responses.
+/// Serves VolumeSnapshotDeltas.
 pub trait DeltaService: Clone + Send + Sync + 'static {
     /// Serves a request of `user` in `namespace`; the response has a status.
     fn create(
@@ -43,11 +43,11 @@ pub trait DeltaService: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<VolumeSnapshotDelta, Failure>> + Send;
 }
 
-/// Authenticator requests.
+/// Authenticates requests.
 pub trait Authenticator: Clone + Send + Sync + 'static {
     fn authenticate(&self, chain: &ClientChain, headers: &HeaderMap) -> Result<UserInfo, Failure>;
 
-    /// Whether requests can be authenticate.
+    /// Whether requests can be authenticated.
     fn is_known(&self) -> bool;
 }
 

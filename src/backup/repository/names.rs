@@ -96,7 +96,7 @@ impl References {
     }
 }
 
-/// By which an object that was put anew is told from the earlier one.
+/// Size and time of an object: another object that was put at the same path differs in them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Stamp {

@@ -215,7 +215,7 @@ impl Webhook {
     }
 
     /// # Errors
-    /// The body is not a review that can be response.
+    /// The body is not a review, so it cannot be answered with one.
     async fn answer<K, A, H, F>(
         &self,
         body: &[u8],

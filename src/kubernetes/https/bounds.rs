@@ -81,7 +81,7 @@ impl Bounds {
         Self { limits, memory: FairLimit::new(labels, MAX_BODIES) }
     }
 
-    /// Limits body and time of the requests of `routes`. Authentication belongs into layers around
+    /// Limits body and time of the requests of `routes`. Authentication belongs in layers around
     /// the result.
     pub fn around(self, routes: Router, refuse: Refuse) -> Router {
         self.layer(routes, refuse, true)

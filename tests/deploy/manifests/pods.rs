@@ -87,7 +87,7 @@ fn all_but_driver_and_crust_ops_run_confined() {
         assert_eq!(is_root, needs_root, "{what}");
         if !is_root {
             assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
-            // With the group of its socket of the driver.
+            // With the group of the driver's socket.
             let group = if name == "metadata" { 65533 } else { 65532 };
             assert_eq!(either("runAsGroup"), json!(group), "{what}");
         }
@@ -195,7 +195,7 @@ fn images_are_ours_or_have_a_public_registry() {
     }
 }
 
-/// Asserts that the binary accepts a container's arguments: it handles `--help` behind them only if
+/// Asserts that the binary accepts a container's arguments: it handles `--help` after them only if
 /// all are known.
 pub fn are_known(what: &str, container: &Value) {
     let arguments = container["args"].as_array().unwrap().iter();

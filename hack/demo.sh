@@ -7,7 +7,7 @@ source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/demo/stage.sh
 source "$repo/hack/demo/stage.sh"
 
-scenes=(main sidecar session aggregated inline admission runtime node-proxy)
+scenes=(main sidecar session aggregated inline runtime)
 
 list() {
     local name

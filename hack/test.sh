@@ -332,16 +332,14 @@ else
             skip 1 "demo: runtime" "needs containerd, ctr and runc"
         fi
         if [[ -n ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
-            scene sidecar
+            # Interrupted while its cluster starts.
+            scene sidecar 8
             scene session
             scene aggregated
-            scene admission
-            # Interrupted while its cluster starts, and while its first pod starts.
-            ! install_missing "${node_commands[@]}" || scene node-proxy 8 20
             # A Kubernetes cluster with every pod of deploy/.
             check "hack/e2e.sh" hack/e2e.sh run
         else
-            skip 6 "hack/e2e.sh, demo: sidecar, session, aggregated, admission, node-proxy" "needs the Kubernetes tools"
+            skip 4 "hack/e2e.sh, demo: sidecar, session, aggregated" "needs the Kubernetes tools"
         fi
         sanity reflink image copy
         # Checks that every row runs. The figures of --quick are not meaningful.

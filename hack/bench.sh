@@ -5,7 +5,7 @@
 # interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar abuse proxy extents catalog
-#           fio writers volumes month changes backup repository (all)
+#           fio writers volumes databases month changes backup repository (all)
 # --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
 #           not meaningful
 #
@@ -16,9 +16,10 @@
 #                   fails, the row gives the reason
 # CSI_LOOPBACK_KUBERNETES  directory of the tools for the rows sidecar and abuse: API server, released sidecar, … By
 #                   default they are built. If that fails, the row gives the reason
+# PostgreSQL        measured by the row databases if it is installed (Debian: postgresql)
 # TMPDIR            directory of the pools: up to 35 GB, on the disk to measure
 #
-# Needs root, for loop devices and mounts. The full run takes up to 50 minutes on an otherwise idle
+# Needs root, for loop devices and mounts. The full run takes up to 70 minutes on an otherwise idle
 # machine. Exits with 0 if every row ran; the figures do not change the exit code.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
@@ -44,8 +45,8 @@ output=$(realpath --canonicalize-missing "$output")
 is_root || die "needs root, for loop devices and mounts"
 install_missing fio jq losetup mkfs.ext4 mkfs.xfs mount chattr || die "required commands are missing"
 
-# A peer of the row backup, which reports if it is missing.
-install_missing restic || true
+# For the rows backup and databases, which report if a program is missing.
+install_missing restic sqlite3 || true
 
 # The released peer. It exits at the start if its version is not set.
 host_path_version=v1.18.0
@@ -81,6 +82,8 @@ binary=$(cd "$repo" && "${build[@]}" --message-format=json-render-diagnostics |
 
 # All files of the run are below this directory, which identifies them for the cleanup.
 tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-bench.XXXXXX")
+# PostgreSQL does not run as root, and its files are on a volume mounted below.
+chmod 0711 "$tmp"
 bench_pid=
 
 cleanup() { # cleanup STATUS: removes everything that the run created, and exits with STATUS

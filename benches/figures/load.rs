@@ -1,5 +1,7 @@
 //! fio on a block device, and a plain loop device for comparison.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -36,7 +38,7 @@ pub fn is_available() -> bool {
 }
 
 /// Direct I/O at queue depth 16 (libaio).
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Load {
     /// fio's `rw`: randwrite, write, …
     pub pattern: &'static str,
@@ -47,6 +49,10 @@ pub struct Load {
     pub operations: u64,
     /// Flush after this number of writes; 0: never.
     pub flush_every: u32,
+    /// Flush after the last write, as part of the measured time.
+    pub flushes_at_end: bool,
+    /// Some offsets are much more frequent than others, as in databases (zipf 1.1).
+    pub is_skewed: bool,
     /// Whether each run uses each offset once, in the same order. Otherwise offsets are random and
     /// can repeat.
     pub repeats: bool,
@@ -59,6 +65,19 @@ pub struct LoadResult {
     pub iops: f64,
     /// The 99th percentile of the time from submission to completion, in seconds.
     pub p99: f64,
+    /// The longest time from submission to completion, in seconds.
+    pub longest: f64,
+    /// Bytes written to the disk of TMPDIR, by any process, per written byte of the load.
+    pub written: Option<f64>,
+}
+
+/// Bytes written so far to the disk that contains TMPDIR. `None` if the kernel does not count them.
+fn disk_bytes() -> Option<u64> {
+    let device = fs::metadata(std::env::temp_dir()).ok()?.dev();
+    let (major, minor) = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
+    let counters = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/stat")).ok()?;
+    // Documentation/block/stat.rst: 6 is sectors of 512 bytes written.
+    Some(counters.split_whitespace().nth(6)?.parse::<u64>().ok()? * 512)
 }
 
 impl Load {
@@ -70,6 +89,7 @@ impl Load {
             format!("--runtime={}ms", self.milliseconds),
             format!("--fsync={}", self.flush_every),
             format!("--number_ios={}", self.operations),
+            format!("--end_fsync={}", u8::from(self.flushes_at_end)),
         ];
         let mut arguments = vec!["--name=figure", "--time_based", "--output-format=json"];
         arguments.extend(["--ioengine=libaio", "--iodepth=16", "--direct=1"]);
@@ -78,7 +98,15 @@ impl Load {
             true => &["--randrepeat=1"][..],
             false => &["--randrepeat=0", "--norandommap"],
         });
+        if self.is_skewed {
+            arguments.push("--random_distribution=zipf:1.1");
+        }
+        if self.pattern == "randrw" {
+            arguments.push("--rwmixread=70");
+        }
+        let before = disk_bytes();
         let output = run("fio", &arguments)?;
+        let written = disk_bytes().zip(before).map(|(now, before)| now.saturating_sub(before));
         let json = output.find('{').map(|start| &output[start..]).context("fio printed no JSON")?;
         let output: serde_json::Value =
             serde_json::from_str(json).context("parsing the output of fio")?;
@@ -88,10 +116,13 @@ impl Load {
         let sum = |name: &str| sides.iter().map(|side| number(&side[name])).sum::<f64>();
         let percentile =
             |side: &&serde_json::Value| number(&side["clat_ns"]["percentile"]["99.000000"]);
+        let maximum = |side: &&serde_json::Value| number(&side["clat_ns"]["max"]);
         let result = LoadResult {
             bytes_per_second: sum("bw_bytes"),
             iops: sum("iops"),
             p99: sides.iter().map(percentile).fold(0.0, f64::max) / 1e9,
+            longest: sides.iter().map(maximum).fold(0.0, f64::max) / 1e9,
+            written: written.map(|bytes| bytes as f64 / number(&job["write"]["io_bytes"]).max(1.0)),
         };
         ensure!(result.iops > 0.0, "fio reported no I/O");
         Ok(result)

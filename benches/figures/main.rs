@@ -16,6 +16,7 @@ mod records;
 mod report;
 mod rows;
 mod stats;
+mod subject;
 mod writer;
 
 use std::path::PathBuf;
@@ -42,7 +43,7 @@ impl Options {
 /// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 19] = [
+const ROWS: [(&str, Measure); 20] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -58,6 +59,7 @@ const ROWS: [(&str, Measure); 19] = [
     ("fio", rows::fio::measure),
     ("writers", rows::writers::measure),
     ("volumes", rows::writers::volumes),
+    ("databases", rows::databases::measure),
     ("month", rows::month::measure),
     ("changes", rows::changes::measure),
     ("backup", rows::backup::measure),

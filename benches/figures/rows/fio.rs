@@ -45,14 +45,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     for block_size in BLOCK_SIZES {
         for pattern in PATTERNS.into_iter().step_by(options.pick(1, 3)) {
             let milliseconds = options.pick(1500, 200);
-            let load = Load {
-                pattern,
-                block_size,
-                milliseconds,
-                operations: 0,
-                flush_every: 0,
-                repeats: true,
-            };
+            let load = Load { pattern, block_size, milliseconds, repeats: true, ..Load::default() };
             let row = compare(load, options, &published, plain.path(), size)?;
             points.push((points.len() as f64 + 1.0, row.ratio.unwrap_or_default()));
             report.row(row);

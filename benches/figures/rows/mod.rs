@@ -3,6 +3,7 @@
 pub mod backup;
 pub mod catalog;
 pub mod changes;
+pub mod databases;
 pub mod extents;
 pub mod fio;
 pub mod large;

@@ -83,8 +83,8 @@ pub struct Args {
     #[arg(long)]
     pub pool_sparse: bool,
 
-    /// Block size of a new image pool: a power of two from 4Ki to 64Ki [default: 64Ki if the kernel
-    /// supports it (Linux 6.12), else 4Ki]
+    /// Block size of a new image pool: a power of two from 4Ki to 64Ki (above 4Ki: Linux 6.12)
+    /// [default: 4Ki]
     #[arg(long, value_parser = pool_block_size, value_name = "SIZE")]
     pub pool_block_size: Option<u64>,
 

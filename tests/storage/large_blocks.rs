@@ -84,12 +84,20 @@ fn a_small_write_after_a_snapshot_takes_one_block() {
 }
 
 #[test]
-fn a_new_image_pool_has_the_largest_supported_blocks() {
-    if have_root() {
-        let pool = Pool::with(PoolKind::Image, |config| config.pool_block_size = None);
-        let expected = if kernel_mounts_large_blocks() { LARGE } else { BLOCK };
-        assert_eq!(pool.backend().pool_status().unwrap().block_size, expected);
+fn allocated_is_exact_on_a_new_image_pool() {
+    if !have_root() {
+        return;
     }
+    let mut pool = Pool::with(PoolKind::Image, |config| config.pool_block_size = None);
+    assert_eq!(pool.backend().pool_status().unwrap().block_size, BLOCK);
+    let volume = pool.volume("v", 64 * MIB);
+    let device = pool.attach(&volume.id).target;
+    let written = [3, 1000, 1002, 16_383];
+    for block in written {
+        write_direct(&device, block * BLOCK, &pattern(block, BLOCK as usize));
+    }
+    let snapshot = pool.snapshot("first", &volume);
+    assert_eq!(blocks(pool.backend().allocated(&snapshot.id).unwrap()), written);
 }
 
 #[test]

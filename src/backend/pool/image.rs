@@ -36,8 +36,7 @@ const MIN_BYTES: u64 = 300 << 20;
 /// The maximum default size of an allocated image, in bytes.
 const DEFAULT_BYTES: u64 = 10 << 30;
 
-/// The largest block size of XFS, in bytes. New images use it if the kernel supports it: snapshots
-/// then cost writers least.
+/// The largest block size of XFS, in bytes.
 pub const MAX_BLOCK_SIZE: u64 = 64 << 10;
 
 /// Maximum time of a call that copies shared blocks.
@@ -425,11 +424,13 @@ pub fn make(data_dir: &Path, choice: &ImageChoice) -> Result<()> {
     remove()?;
     let preallocates = !choice.sparse && host_filesystem::writes_in_place(data_dir)?;
     let size = size(data_dir, choice.size, preallocates)?;
-    let made = fill(&temporary, size, choice.block_size, preallocates).and_then(|block_size| {
+    // The unit of the reported changes and of direct I/O: larger blocks need the page cache.
+    let block_size = choice.block_size.unwrap_or(BLOCK_SIZE);
+    let made = fill(&temporary, size, block_size, preallocates).and_then(|()| {
         fs::rename(&temporary, path(data_dir)).context(|| "renaming the pool image".to_owned())?;
-        reach("image.named").map(|()| block_size)
+        reach("image.named")
     });
-    let block_size = made.map_err(|error| {
+    made.map_err(|error| {
         if let Err(error) = remove() {
             warn!(%error, "failed to remove {}", temporary.display());
         }
@@ -464,8 +465,8 @@ fn size(data_dir: &Path, requested: Option<u64>, preallocates: bool) -> Result<u
     Ok(size)
 }
 
-/// Creates a complete and durable image. Returns the block size of its filesystem in bytes.
-fn fill(path: &Path, size: u64, block_size: Option<u64>, preallocates: bool) -> Result<u64> {
+/// Creates a complete and durable image.
+fn fill(path: &Path, size: u64, block_size: u64, preallocates: bool) -> Result<()> {
     let sizing = || format!("sizing {}", path.display());
     let file = new_file(path)?;
     if preallocates {
@@ -479,13 +480,13 @@ fn fill(path: &Path, size: u64, block_size: Option<u64>, preallocates: bool) -> 
     reach("image.sized")?;
     let lifetime = Lifetime::LastUser { shares_blocks: false };
     let (device, handle) = LoopDevice::attach(&file, lifetime, SectorSize::default())?;
-    let block_size = format(&device, block_size, preallocates)?;
+    format(&device, block_size, preallocates)?;
     reach("image.formatted")?;
     handle.sync_all().context(|| format!("flushing {}", path.display()))?;
     drop(handle);
     file.sync_all().context(|| format!("flushing {}", path.display()))?;
     wait_until_detached(&file)?;
-    reach("image.flushed").map(|()| block_size)
+    reach("image.flushed")
 }
 
 /// Waits until the kernel has detached the device of the new image. Until then the device looks
@@ -500,32 +501,21 @@ fn wait_until_detached(image: &File) -> Result<()> {
     }
 }
 
-/// Creates the filesystem with the given block size, or else the largest that the kernel supports.
-/// Returns the block size.
-fn format(device: &LoopDevice, block_size: Option<u64>, preallocates: bool) -> Result<u64> {
-    let bytes = block_size.unwrap_or(MAX_BLOCK_SIZE);
-    make_filesystem(device, bytes)?;
-    if bytes == BLOCK_SIZE {
-        return Ok(bytes);
-    }
-    match mount(device, preallocates) {
-        Ok(_) => Ok(bytes),
-        Err(error) if is_unsupported(&error) && block_size.is_none() => {
-            info!("this kernel does not support XFS blocks larger than {BLOCK_SIZE} bytes");
-            make_filesystem(device, BLOCK_SIZE).map(|()| BLOCK_SIZE)
-        }
-        Err(error) if is_unsupported(&error) => Err(Error::Precondition(format!(
-            "--pool-block-size: this kernel does not support XFS blocks of {bytes} bytes; blocks larger than a memory \
-             page require Linux 6.12: use 4Ki, or omit the flag"
-        ))),
-        Err(error) => Err(error),
-    }
-}
-
-fn make_filesystem(device: &LoopDevice, block_size: u64) -> Result<()> {
+/// Creates the filesystem. Refuses a block size that the kernel does not mount.
+fn format(device: &LoopDevice, block_size: u64, preallocates: bool) -> Result<()> {
     let mut command = filesystem::mkfs_xfs()?;
     command.args(["-L", "csi-loopback", "-b", &format!("size={block_size}")]);
-    command::run(command.arg(device.path()))
+    command::run(command.arg(device.path()))?;
+    if block_size == BLOCK_SIZE {
+        return Ok(());
+    }
+    match mount(device, preallocates) {
+        Err(error) if is_unsupported(&error) => Err(Error::Precondition(format!(
+            "--pool-block-size: this kernel does not support XFS blocks of {block_size} bytes; blocks larger than a \
+             memory page require Linux 6.12: use 4Ki, or omit the flag"
+        ))),
+        mounted => mounted.map(drop),
+    }
 }
 
 /// Checks that the filesystem of the image has `bytes` bytes available.

@@ -133,8 +133,7 @@ pub fn pool_block_size() -> Option<u64> {
 pub fn block_size_of(kind: PoolKind) -> u64 {
     match kind {
         PoolKind::Copy => BLOCK,
-        PoolKind::Image if kernel_mounts_large_blocks() => pool_block_size().unwrap_or(64 << 10),
-        _ => pool_block_size().unwrap_or(BLOCK),
+        PoolKind::Reflink | PoolKind::Image => pool_block_size().unwrap_or(BLOCK),
     }
 }
 
@@ -146,16 +145,12 @@ pub fn whole_blocks(kind: PoolKind, written: impl IntoIterator<Item = u64>) -> V
     units.into_iter().flat_map(|number| number * unit..(number + 1) * unit).collect()
 }
 
-pub fn kernel_mounts_large_blocks() -> bool {
-    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
-    let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
-    (numbers.next(), numbers.next()) >= (Some(6), Some(12))
-}
-
 /// Whether the kernel mounts filesystems with blocks larger than a memory page; otherwise reports a
 /// skip.
 pub fn have_large_blocks() -> bool {
-    let have = kernel_mounts_large_blocks();
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
+    let have = (numbers.next(), numbers.next()) >= (Some(6), Some(12));
     if !have {
         skip("needs Linux 6.12 or later, for blocks of 64 KiB");
     }

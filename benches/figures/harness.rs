@@ -74,7 +74,9 @@ impl Pool {
         fs::create_dir(pool.path())?;
         let attach = ["--find", "--show", "--direct-io=on", text(&image)];
         let device = run("losetup", &attach)?;
-        let mounted = run("mount", &["-t", "xfs", &device, text(&pool.path())]);
+        // As the driver mounts an image.
+        let path = pool.path();
+        let mounted = run("mount", &["-t", "xfs", "-o", "logbsize=256k", &device, text(&path)]);
         // The mount keeps the device until it is unmounted.
         run("losetup", &["--detach", &device])?;
         mounted.map(|_| pool)

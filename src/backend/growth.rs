@@ -50,7 +50,7 @@ pub fn at_stage(store: &Store, volume: &mut Volume, device: LoopDevice) -> Resul
     // pod writes to it.
     pool::sync_directory(&Directory::Volumes.path(store.pool.root()))?;
     let _ = conclude(store, volume, format, grown);
-    LoopDevice::ensure(&store.open_volume(volume)?, volume.sector_size)
+    LoopDevice::ensure(&store.open_for_device(volume)?, volume.sector_size)
 }
 
 /// Grows the filesystem of a volume in use. `Precondition` if it keeps its size: kubelet then
@@ -59,7 +59,7 @@ pub fn on_node(store: &Store, volume: &mut Volume, device: LoopDevice) -> Result
     let Some(format) = growable(volume) else { return Ok(()) };
     let grown = grow(store, volume, &device);
     pool::sync_directory(&Directory::Volumes.path(store.pool.root()))?;
-    LoopDevice::ensure(&store.open_volume(volume)?, volume.sector_size)?;
+    LoopDevice::ensure(&store.open_for_device(volume)?, volume.sector_size)?;
     conclude(store, volume, format, grown)
 }
 

@@ -12,7 +12,7 @@ use super::clone_ahead::ClonesAhead;
 use super::error::{Context, Error, Kind, Result};
 use super::freeze_guard::Guard;
 use super::locks::Locks;
-use super::loop_device::LoopDevice;
+use super::loop_device::{LoopDevice, timeless};
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Pool};
 use super::steady_clock::SteadyClock;
@@ -106,6 +106,11 @@ impl Store {
     /// The default retention of a deleted snapshot's record, in seconds.
     pub fn retention(&self) -> u64 {
         self.config.retention.as_secs()
+    }
+
+    /// Opens the backing file of a volume for its loop device.
+    pub fn open_for_device(&self, volume: &Volume) -> Result<File> {
+        self.open_volume(volume).map(|file| timeless(file, self.pool.root()))
     }
 
     /// Opens the backing file of a volume for reading and writing. `Damaged` if it is missing or

@@ -489,6 +489,26 @@ fn a_device_has_4096_byte_sectors_and_direct_io() {
     });
 }
 
+/// Each flush would otherwise write the log of the pool's filesystem.
+#[test]
+fn writes_do_not_change_the_times_of_a_backing_file() {
+    with_pool(ALL_KINDS[0], |pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let file = pool.data_dir().join("volumes").join(&volume.id);
+        let modified = || std::fs::metadata(&file).unwrap().modified().unwrap();
+        for round in 0..2 {
+            let attached = pool.attach(&volume.id);
+            write_direct(&attached.target, 0, &pattern(round, BLOCK as usize));
+            let before = modified();
+            // Times have the granularity of the kernel's timer.
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            write_direct(&attached.target, BLOCK, &pattern(round, BLOCK as usize));
+            assert_eq!(modified(), before, "round {round}");
+            pool.detach(&attached);
+        }
+    });
+}
+
 #[test]
 fn a_device_on_larger_blocks_uses_the_page_cache() {
     if have_root() && have_large_blocks() {

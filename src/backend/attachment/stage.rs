@@ -73,7 +73,7 @@ fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> R
 }
 
 fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Result<()> {
-    let backing = store.open_volume(&volume)?;
+    let backing = store.open_for_device(&volume)?;
     volume::complete_growth(store, &mut volume, &backing)?;
     let mut device = LoopDevice::ensure(&backing, volume.sector_size)?;
     if device.size()? < volume.capacity_bytes

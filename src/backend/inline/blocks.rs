@@ -5,7 +5,7 @@ use std::fs::File;
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use super::super::format;
-use super::super::loop_device::{Lifetime, LoopDevice};
+use super::super::loop_device::{Lifetime, LoopDevice, timeless};
 use super::super::model::{
     Access, Condition, Format, FsType, HealthProblem, Inline, InlineRequest, Phase,
 };
@@ -93,13 +93,15 @@ pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
 pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
     if row.phase == Phase::Creating {
         // The file is new, so it has no device.
-        let attached =
-            LoopDevice::attach(&make(store, row)?, Lifetime::Explicit, row.request.sector_size);
+        let backing = timeless(make(store, row)?, store.pool.root());
+        let attached = LoopDevice::attach(&backing, Lifetime::Explicit, row.request.sector_size);
         return attached.map(|(device, _)| device);
     }
     let backing = open(store, row, true)?;
     match (problem(row, backing.as_ref())?, backing) {
-        (None, Some(backing)) => LoopDevice::ensure(&backing, row.request.sector_size),
+        (None, Some(backing)) => {
+            LoopDevice::ensure(&timeless(backing, store.pool.root()), row.request.sector_size)
+        }
         (problem, _) => {
             let problem = problem.map(|found| found.message).unwrap_or_default();
             Err(Error::Damaged(format!("volume_id: {:?}: {problem}", row.handle)))

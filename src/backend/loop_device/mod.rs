@@ -19,7 +19,7 @@ use linux_raw_sys::loop_device::{LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO, LO_FLAG
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::error::{Context, Error, Result};
 use super::fail_point::{hit, reach};
@@ -557,6 +557,21 @@ fn configure(
         warn!("this filesystem does not support direct I/O: data is cached twice");
     }
     Ok(())
+}
+
+/// The same file for a loop device, opened so that writes do not change its times, if it is on the
+/// XFS of `directory`: each flush of the device would otherwise write the filesystem's log for
+/// them, with two flushes of the disk. Nothing reads the times of backing files.
+pub fn timeless(file: File, directory: &Path) -> File {
+    let opened =
+        File::open(directory).and_then(|directory| sys::xfs_open_timeless(&file, &directory));
+    match opened {
+        Ok(timeless) => timeless,
+        Err(error) => {
+            debug!(%error, "flushes of this loop device write the times of its backing file");
+            file
+        }
+    }
 }
 
 /// Whether a device must use the page cache of its backing file. tmpfs supports nothing else. On an

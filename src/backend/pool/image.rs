@@ -20,7 +20,7 @@ use super::super::command;
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use super::super::filesystem;
-use super::super::loop_device::{Lifetime, LoopDevice};
+use super::super::loop_device::{Lifetime, LoopDevice, timeless};
 use super::super::sector::SectorSize;
 use super::super::sys;
 use super::super::units::BLOCK_SIZE;
@@ -108,6 +108,7 @@ impl Image {
             // Before the mount: replaying the log of the XFS may need space.
             update_reserve(data_dir, in_place, preallocates && lacking.is_nothing());
         }
+        let file = timeless(file, data_dir);
         let (device, handle) = attach(&file)?;
         let mount = mount(&device, preallocates).map_err(|error| match error {
             error if is_unsupported(&error) => Error::Precondition(format!(
@@ -382,8 +383,11 @@ fn attach(backing: &File) -> Result<(LoopDevice, File)> {
 fn mount(device: &LoopDevice, preallocates: bool) -> Result<OwnedFd> {
     let source = device.path().to_string_lossy();
     // nouuid: a copy of the pool may be mounted at the same time. discard: blocks deleted in the
-    // pool are freed outside it, which an allocated image must not allow.
-    let options: &[&str] = if preallocates { &["nouuid"] } else { &["nouuid", "discard"] };
+    // pool are freed outside it, which an allocated image must not allow. logbsize: a flush of a
+    // volume after a snapshot then fits into one log buffer, and flushes the device twice instead of
+    // three times.
+    let options = ["nouuid", "logbsize=256k", "discard"];
+    let options = &options[..if preallocates { 2 } else { 3 }];
     let mounted =
         retry_while_busy(|| sys::detached_mount(c"xfs", &source, options)).context(|| {
             format!(

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::raw::c_int;
+use std::os::raw::{c_int, c_void};
 
 use linux_raw_sys::ioctl as nr;
 use linux_raw_sys::loop_device::{
@@ -12,8 +12,9 @@ use linux_raw_sys::loop_device::{
     LOOP_SET_STATUS64,
 };
 pub use linux_raw_sys::loop_device::{loop_config, loop_info64};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-use super::{ioctl_struct, ioctl_value};
+use super::{check_fd, ioctl_struct, ioctl_value};
 
 /// The number of a free loop device. Another process may take it first.
 pub fn loop_free_number(control: &File) -> io::Result<u32> {
@@ -114,6 +115,43 @@ pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
     let blocks = device_bytes / u64::from(geometry.block_size.max(1));
     let mut grow = Grow { blocks, imax_percent: geometry.imax_percent, padding: 0 };
     ioctl_struct(file, GROW_DATA, &mut grow).map(drop)
+}
+
+/// Opens a file of an XFS once more, for reading and writing: writes through the result do not
+/// change its times. `directory` is any one of the same mount. Requires CAP_SYS_ADMIN.
+pub fn xfs_open_timeless(file: &File, directory: &File) -> io::Result<File> {
+    // From linux/xfs_fs.h (xfsprogs): _IOWR('X', 106 and 107, struct xfs_fsop_handlereq). The kernel
+    // sets FMODE_NOCMTIME on descriptors from the second.
+    #[repr(C)]
+    struct HandleRequest {
+        fd: u32,
+        path: *const c_void,
+        open_flags: u32,
+        handle: *const c_void,
+        handle_bytes: u32,
+        out: *mut c_void,
+        out_bytes: *mut u32,
+    }
+    const FD_TO_HANDLE: u32 = 0xc000_586a | (size_of::<HandleRequest>() as u32) << 16;
+    const OPEN_BY_HANDLE: u32 = 0xc000_586b | (size_of::<HandleRequest>() as u32) << 16;
+    // A handle has 24 bytes.
+    let (mut handle, mut bytes) = ([0_u64; 8], 0_u32);
+    let mut request = HandleRequest {
+        fd: file.as_raw_fd() as u32,
+        path: std::ptr::null(),
+        open_flags: libc::O_RDWR as u32,
+        handle: std::ptr::null(),
+        handle_bytes: 0,
+        out: (&raw mut handle).cast(),
+        out_bytes: &raw mut bytes,
+    };
+    ioctl_struct(file, FD_TO_HANDLE, &mut request)?;
+    request.handle = (&raw const handle).cast();
+    request.handle_bytes = bytes;
+    let opened = check_fd(ioctl_struct(directory, OPEN_BY_HANDLE, &mut request)?.into())?;
+    // The kernel does not support O_CLOEXEC here.
+    fcntl(&opened, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    Ok(opened.into())
 }
 
 /// Grows the ext4 of a file to `blocks` of its own blocks.

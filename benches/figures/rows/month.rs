@@ -16,6 +16,7 @@ use crate::harness::{Driver, Layout};
 use crate::kernel::{self, Random};
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, grouped, time};
+use crate::subject::BLOCK_SIZES;
 use crate::{Options, writer};
 
 /// Number of kept snapshots: one day.
@@ -32,26 +33,26 @@ const CLONED_EXTENTS: u32 = 128;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let size: u64 = options.pick(2 << 30, 64 << 20);
-    let large = month(options, size, 64 << 10, Duration::MAX)?;
-    let small = month(options, size, 4096, ENOUGH_SMALL)?;
-    let (tenth, last) = (large.around(10), large.around(large.times.len()));
+    let small = month(options, size, BLOCK_SIZES[0], ENOUGH_SMALL)?;
+    let large = month(options, size, BLOCK_SIZES[1], Duration::MAX)?;
+    let (tenth, last) = (small.around(10), small.around(small.times.len()));
     let ratio = last.median() / tenth.median();
     let what = format!(
         "CreateSnapshot {} of a {} volume with {} random 4 KiB writes between two",
-        large.times.len(),
+        small.times.len(),
         bytes(size),
         grouped(WRITTEN as i64)
     );
     let row = Row::samples("month", what, &last, "seconds", time);
     let row = row.against(
         format!(
-            "snapshot 10: {}; {}; on blocks of 4 KiB snapshot 10: {}, snapshot {}: {}; {}",
+            "snapshot 10: {}; {}; on blocks of 64 KiB snapshot 10: {}, snapshot {}: {}; {}",
             tenth.times(),
-            large.extents(),
-            small.around(10).times(),
-            small.times.len(),
-            small.around(small.times.len()).times(),
-            small.extents()
+            small.extents(),
+            large.around(10).times(),
+            large.times.len(),
+            large.around(large.times.len()).times(),
+            large.extents()
         ),
         ratio,
     );

@@ -90,6 +90,12 @@ impl CapabilityArgs {
     }
 }
 
+/// A filesystem of this type, as kubelet requests it for an inline volume.
+pub fn mounted(fs_type: String) -> VolumeCapability {
+    let mount = MountVolume { fs_type, ..MountVolume::default() };
+    with_mode(AccessType::Mount(mount), Mode::SingleNodeWriter)
+}
+
 /// A raw block device.
 pub fn block(mode: Mode) -> VolumeCapability {
     with_mode(AccessType::Block(BlockVolume {}), mode)

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use tonic::Code;
 
-use super::capability::CapabilityArgs;
+use super::capability;
 use super::connection::{Connection, refused};
 use super::node::{check_defers, make_parent, not_in_use};
 use super::stats::stats;
@@ -80,8 +80,9 @@ pub struct PublishArgs {
     /// Leave the mount to a container runtime
     #[arg(long)]
     defer_fs_ops: bool,
-    #[command(flatten)]
-    capability: CapabilityArgs,
+    /// Filesystem: ext4, xfs or btrfs [default: ext4]
+    #[arg(long, value_name = "TYPE")]
+    fs: Option<String>,
 }
 
 /// A key, and the text after the first '='.
@@ -107,8 +108,7 @@ pub async fn run(connection: &Connection, command: InlineCommand, output: Output
 }
 
 async fn publish(connection: &Connection, args: PublishArgs) -> Result<Change> {
-    let PublishArgs { handle, target, attribute, secret, read_only, defer_fs_ops, capability } =
-        args;
+    let PublishArgs { handle, target, attribute, secret, read_only, defer_fs_ops, fs } = args;
     if defer_fs_ops {
         check_defers(connection).await?;
     }
@@ -122,7 +122,7 @@ async fn publish(connection: &Connection, args: PublishArgs) -> Result<Change> {
     let request = csi::NodePublishVolumeRequest {
         volume_id: handle.clone(),
         target_path: absolute(&target)?,
-        volume_capability: Some(capability.capability()),
+        volume_capability: Some(capability::mounted(fs.unwrap_or_default())),
         readonly: read_only,
         volume_context: attribute.into_iter().chain([ephemeral]).collect(),
         secrets: secrets.collect::<Result<_>>()?,

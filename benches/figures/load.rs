@@ -1,9 +1,10 @@
 //! fio on a block device, and a plain loop device for comparison.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
@@ -49,7 +50,7 @@ pub struct Load {
     pub operations: u64,
     /// Flush after this number of writes; 0: never.
     pub flush_every: u32,
-    /// Flush after the last write, as part of the measured time.
+    /// Flush the device after the last write, as part of the measured time.
     pub flushes_at_end: bool,
     /// Some offsets are much more frequent than others, as in databases (zipf 1.1).
     pub is_skewed: bool,
@@ -89,7 +90,6 @@ impl Load {
             format!("--runtime={}ms", self.milliseconds),
             format!("--fsync={}", self.flush_every),
             format!("--number_ios={}", self.operations),
-            format!("--end_fsync={}", u8::from(self.flushes_at_end)),
         ];
         let mut arguments = vec!["--name=figure", "--time_based", "--output-format=json"];
         arguments.extend(["--ioengine=libaio", "--iodepth=16", "--direct=1"]);
@@ -106,6 +106,11 @@ impl Load {
         }
         let before = disk_bytes();
         let output = run("fio", &arguments)?;
+        let ended = Instant::now();
+        if self.flushes_at_end {
+            File::open(device)?.sync_all()?;
+        }
+        let flush = ended.elapsed().as_secs_f64();
         let written = disk_bytes().zip(before).map(|(now, before)| now.saturating_sub(before));
         let json = output.find('{').map(|start| &output[start..]).context("fio printed no JSON")?;
         let output: serde_json::Value =
@@ -117,9 +122,11 @@ impl Load {
         let percentile =
             |side: &&serde_json::Value| number(&side["clat_ns"]["percentile"]["99.000000"]);
         let maximum = |side: &&serde_json::Value| number(&side["clat_ns"]["max"]);
+        let runtime = (number(&job["job_runtime"]) / 1e3).max(1e-3);
+        let part = runtime / (runtime + if self.flushes_at_end { flush } else { 0.0 });
         let result = LoadResult {
-            bytes_per_second: sum("bw_bytes"),
-            iops: sum("iops"),
+            bytes_per_second: sum("bw_bytes") * part,
+            iops: sum("iops") * part,
             p99: sides.iter().map(percentile).fold(0.0, f64::max) / 1e9,
             longest: sides.iter().map(maximum).fold(0.0, f64::max) / 1e9,
             written: written.map(|bytes| bytes as f64 / number(&job["write"]["io_bytes"]).max(1.0)),

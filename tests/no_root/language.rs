@@ -12,7 +12,7 @@ use crate::tree::{files, root};
 /// Maximum width of a line of prose.
 const COLUMNS: usize = 100;
 /// Maximum number of words in docs/.
-const DOCS_WORDS: usize = 34_000;
+const DOCS_WORDS: usize = 35_000;
 const README_LINES: usize = 120;
 
 /// The phrases of the style guide, each with what to write instead. A phrase must not have a

@@ -382,7 +382,7 @@ async fn an_index_saves_reads_and_hides_no_change() {
     fs::write(&only, &bytes[..bytes.len() - 1]).unwrap();
     assert_eq!(check_index(&repository, 0).await, 0);
     // A prune that removes many leaves one index, of the others.
-    fs::copy(&only, place.join("index/other")).unwrap();
+    fs::copy(&only, place.join("index/0")).unwrap();
     fs::write(&only, &bytes).unwrap();
     let rules = Rules { keep_last: Some(1), ..Default::default() };
     prune::run(&repository, |all, now| Ok(prune::plan(all, rules, now))).await.unwrap();

@@ -5,14 +5,28 @@ use std::process::Command;
 
 use csi_loopback::kubernetes::definition::next_step;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use serde_json::Value;
 use support::cluster::access::backup_rules;
 use support::cluster::programs::{finish, stdout_of};
-use support::cluster::shared;
+use support::cluster::{Cluster, shared};
 use support::driver::binary;
 use support::path;
 
 use crate::session::rig::Rig;
 use crate::sidecar_certificates::{CRD, install, without_crd};
+
+/// Other tests need the definition, also after a failure of this one.
+struct Restored<'c>(&'c Cluster, Value);
+
+impl Drop for Restored<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let file = self.0.write("crd", &self.1.to_string());
+            let _ = self.0.kubectl(&["delete", "crd", CRD]);
+            let _ = self.0.kubectl(&["create", "-f", path(&file)]);
+        }
+    }
+}
 
 /// While it runs, no SnapshotMetadataService of the current version exists.
 #[test]
@@ -34,6 +48,7 @@ fn the_former_definition_is_reported_with_the_next_step() {
         message
     };
     let (crd, _, client) = without_crd(cluster);
+    let _restored = Restored(cluster, crd.clone());
     let step = || cluster.block_on(next_step::<SnapshotMetadataService>(&client));
     cluster.wait_for("the end of the definition", || {
         list().contains("install the CustomResourceDefinition").then_some(())

@@ -20,7 +20,7 @@ use super::super::command;
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use super::super::filesystem;
-use super::super::loop_device::{Lifetime, LoopDevice, timeless};
+use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::sector::SectorSize;
 use super::super::sys;
 use super::super::units::BLOCK_SIZE;
@@ -108,7 +108,6 @@ impl Image {
             // Before the mount: replaying the log of the XFS may need space.
             update_reserve(data_dir, in_place, preallocates && lacking.is_nothing());
         }
-        let file = timeless(file, data_dir);
         let (device, handle) = attach(&file)?;
         let mount = mount(&device, preallocates).map_err(|error| match error {
             error if is_unsupported(&error) => Error::Precondition(format!(

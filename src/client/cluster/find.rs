@@ -142,16 +142,11 @@ impl Finder {
     pub async fn service(&self, driver: &str) -> Result<Service, Failure> {
         let api: Api<SnapshotMetadataService> = Api::all(self.client.clone());
         let what = format!("SnapshotMetadataService of driver {driver}");
-        let spec = match call(&what, api.get_opt(driver)).await? {
+        let spec = match call(&what, async { if_found(api.get(driver).await) }).await? {
             Some(found) => found.spec,
             None => {
                 let labelled = ListParams::default().labels(&format!("{DRIVER_LABEL}={driver}"));
-                let listed = async {
-                    match api.list(&labelled).await {
-                        Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
-                        listed => listed.map(Some),
-                    }
-                };
+                let listed = async { if_found(api.list(&labelled).await) };
                 let Some(listed) = call(&what, listed).await? else {
                     let step = next_step::<SnapshotMetadataService>(&self.client).await;
                     return Err(Failure::never(anyhow!("{what}: {step}")));
@@ -282,6 +277,14 @@ async fn get<K: Clone + DeserializeOwned + Debug>(
     name: &str,
 ) -> Result<K, Failure> {
     call(what, api.get(name)).await
+}
+
+/// `None` without the object or its kind: the 404 for an unknown kind is no JSON.
+fn if_found<T>(answer: kube::Result<T>) -> kube::Result<Option<T>> {
+    match answer {
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
+        found => found.map(Some),
+    }
 }
 
 /// One call of the API server with a time limit.

@@ -85,11 +85,9 @@ impl<S: Connected> Connected for AnyAuthority<S> {
 }
 
 /// Where in the frames of a connection the next byte is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 enum Place {
     /// After so many bytes of the preface.
-    #[default]
-    Start,
     Preface(usize),
     /// In the nine bytes before a frame's payload.
     Head([u8; 9], usize),
@@ -104,6 +102,12 @@ enum Place {
     Foreign,
 }
 
+impl Default for Place {
+    fn default() -> Self {
+        Self::Preface(0)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Frames {
     place: Place,
@@ -113,7 +117,6 @@ struct Frames {
 impl Frames {
     fn pass(&mut self, byte: &mut u8) {
         self.place = match std::mem::take(&mut self.place) {
-            Place::Start => Self::preface(0, *byte),
             Place::Preface(seen) => Self::preface(seen, *byte),
             Place::Head(mut head, seen) => {
                 head[seen] = *byte;

@@ -56,10 +56,7 @@ impl Repository {
 
     async fn read_index(&self, path: &str) -> Result<Copies> {
         let object = self.store.get(path, MAX_DOCUMENT).await?.context("it is gone")?;
-        let opened = match self.masters.keys(INDEX)? {
-            Some(keys) => keys.open(path, object)?,
-            None => object,
-        };
+        let opened = self.open_sealed(INDEX, path, object)?;
         let document = document::decompress(&opened, usize::try_from(MAX_DOCUMENT)?)?;
         let Index { entries, .. } = document::read("index", path, &document)?;
         let by_id = entries.into_iter().map(|entry| (entry.manifest.id.clone(), entry));
@@ -103,11 +100,7 @@ impl Repository {
         let document = document::write("index", &Index { version: VERSION, entries })?;
         anyhow::ensure!(document.len() as u64 <= MAX_DOCUMENT, "there are too many manifests");
         let path = format!("{INDEX}/{}", nonce()?);
-        let object = document::compress(&document)?;
-        let sealed = match self.masters.keys(INDEX)? {
-            Some(keys) => keys.seal(&path, object)?,
-            None => object,
-        };
+        let sealed = self.seal(INDEX, &path, document::compress(&document)?)?;
         self.store.put(&path, sealed).await
     }
 }

@@ -109,7 +109,8 @@ impl Repository {
 
     async fn put_manifest(&self, manifest: &Manifest) -> Result<()> {
         let path = object(&manifest.id, "manifest");
-        let sealed = self.seal(&manifest.id, &path, document::write("manifest", manifest)?)?;
+        let sealed =
+            self.seal(&directory(&manifest.id), &path, document::write("manifest", manifest)?)?;
         self.store.put(&path, sealed).await
     }
 
@@ -146,7 +147,8 @@ impl Repository {
 
     async fn put_intent(&self, intent: &Intent) -> Result<()> {
         let path = self.references(intent).path(&intent.id);
-        let sealed = self.seal(&intent.id, &path, document::write("intent", intent)?)?;
+        let sealed =
+            self.seal(&directory(&intent.id), &path, document::write("intent", intent)?)?;
         self.store.put(&path, sealed).await
     }
 
@@ -155,7 +157,7 @@ impl Repository {
         let path = names::page(id, number);
         let Some(object) = self.store.get(&path, MAX_DOCUMENT).await? else { return Ok(None) };
         let (hash, size) = (Hash::of(&object), object.len() as u64);
-        let opened = self.open_sealed(id, &path, object)?;
+        let opened = self.open_sealed(&directory(id), &path, object)?;
         let limit = usize::try_from(MAX_DOCUMENT)?;
         let document = document::decompress(&opened, limit).with_context(|| damaged(&path))?;
         Ok(Some((document::read("page", &path, &document)?, hash, size)))
@@ -168,7 +170,7 @@ impl Repository {
         let at = path.clone();
         let work = move || {
             let document = document::compress(&document::write("page", &page)?)?;
-            let sealed = repository.seal(&page.backup, &at, document)?;
+            let sealed = repository.seal(&directory(&page.backup), &at, document)?;
             Ok::<_, anyhow::Error>((Hash::of(&sealed), sealed))
         };
         let sealed = tokio::task::spawn_blocking(work).await.context("the task panicked")?;
@@ -227,18 +229,19 @@ impl Repository {
 
     async fn document(&self, id: &BackupId, path: &str) -> Result<Option<Vec<u8>>> {
         let object = self.store.get(path, MAX_DOCUMENT).await?;
-        object.map(|object| self.open_sealed(id, path, object)).transpose()
+        object.map(|object| self.open_sealed(&directory(id), path, object)).transpose()
     }
 
-    fn seal(&self, id: &BackupId, path: &str, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        match self.masters.keys(&directory(id))? {
+    /// `of`: the directory whose keys seal it, of an attempt or [`INDEX`].
+    fn seal(&self, of: &str, path: &str, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match self.masters.keys(of)? {
             Some(keys) => keys.seal(path, bytes),
             None => Ok(bytes),
         }
     }
 
-    fn open_sealed(&self, id: &BackupId, path: &str, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        match self.masters.keys(&directory(id))? {
+    fn open_sealed(&self, of: &str, path: &str, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match self.masters.keys(of)? {
             Some(keys) => keys.open(path, bytes),
             None => Ok(bytes),
         }

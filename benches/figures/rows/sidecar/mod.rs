@@ -43,33 +43,26 @@ fn with_rig(
     extents: u64,
     part: Part,
 ) -> Result<()> {
-    // The test harness panics on errors. The thread keeps a panic from ending the other rows.
-    thread::scope(|scope| scope.spawn(|| run(row, options, report, extents, part)).join())
-        .unwrap_or_else(|_| Err(anyhow!("the test harness panicked")))
-}
-
-fn run(
-    row: &'static str,
-    options: Options,
-    report: &mut Report,
-    extents: u64,
-    part: Part,
-) -> Result<()> {
-    // In parallel, because each takes seconds.
-    let (cluster, made) = thread::scope(|scope| {
-        let starting = scope.spawn(Cluster::start);
-        let made = records::driver_with_delta(extents);
-        (starting.join(), made)
-    });
-    let cluster = match cluster.map_err(|_| anyhow!("the cluster did not start"))? {
-        Ok(cluster) => cluster,
-        Err(NoCluster::Unavailable(why)) => {
-            let row = Row::value(row, "API server and released sidecar", "not measured");
-            report.row(row.against(format!("API server and released sidecar: {why}"), None));
-            return Ok(());
-        }
-        Err(NoCluster::Failed(why)) => return Err(anyhow!(why)),
+    let run = || {
+        // In parallel, because each takes seconds.
+        let (cluster, made) = thread::scope(|scope| {
+            let starting = scope.spawn(Cluster::start);
+            let made = records::driver_with_delta(extents);
+            (starting.join(), made)
+        });
+        let cluster = match cluster.map_err(|_| anyhow!("the cluster did not start"))? {
+            Ok(cluster) => cluster,
+            Err(NoCluster::Unavailable(why)) => {
+                let row = Row::value(row, "API server and released sidecar", "not measured");
+                report.row(row.against(format!("API server and released sidecar: {why}"), None));
+                return Ok(());
+            }
+            Err(NoCluster::Failed(why)) => return Err(anyhow!(why)),
+        };
+        let (driver, base, target) = made?;
+        part(options, report, &Rig::new(&cluster, &driver, &base, &target)?)
     };
-    let (driver, base, target) = made?;
-    part(options, report, &Rig::new(&cluster, &driver, &base, &target)?)
+    // The test harness panics on errors. The thread keeps a panic from ending the other rows.
+    thread::scope(|scope| scope.spawn(run).join())
+        .unwrap_or_else(|_| Err(anyhow!("the test harness panicked")))
 }

@@ -1,0 +1,103 @@
+//! The runtime of a door, and when its calls end: at a time limit, a signal, or the end of the run.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+use tonic::{Response, Status};
+
+use crate::client::stop;
+
+/// What all calls of a door share.
+pub struct Calls {
+    pub runtime: Runtime,
+    /// Of each call.
+    pub timeout: Duration,
+    pub stop: Stop,
+}
+
+/// When the run ends early.
+#[derive(Debug)]
+pub struct Stop {
+    /// By the user.
+    pub signalled: watch::Receiver<bool>,
+    pub deadline: Instant,
+    /// The clean-up runs: it does not stop.
+    pub is_cleaning: AtomicBool,
+}
+
+impl Calls {
+    /// Starts the runtime. `whole` is the time limit of the run.
+    ///
+    /// # Errors
+    /// The system has no threads.
+    pub fn start(
+        signalled: watch::Receiver<bool>,
+        timeout: Duration,
+        whole: Duration,
+    ) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .context("start the runtime")?;
+        let deadline = Instant::now() + whole;
+        let stop = Stop { signalled, deadline, is_cleaning: AtomicBool::new(false) };
+        Ok(Self { runtime, timeout, stop })
+    }
+
+    /// From now on SIGINT, SIGTERM and SIGHUP stop the run instead of the process.
+    ///
+    /// # Errors
+    /// The signals cannot be handled.
+    pub fn listen(&self, sender: &watch::Sender<bool>) -> Result<()> {
+        let _context = self.runtime.enter();
+        stop::forward_signals(sender)
+    }
+
+    /// One call; nothing if the run was stopped.
+    pub fn once<T>(
+        &self,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Option<Result<Response<T>, Status>> {
+        if self.stop.is_now() {
+            return None;
+        }
+        self.runtime.block_on(async {
+            tokio::select! {
+                result = tokio::time::timeout(self.timeout, call) => {
+                    let late = || Status::deadline_exceeded("no response within --call-timeout");
+                    Some(result.unwrap_or_else(|_| Err(late())))
+                }
+                () = self.stop.wait() => None,
+            }
+        })
+    }
+}
+
+impl Stop {
+    pub fn is_now(&self) -> bool {
+        let ended = *self.signalled.borrow() || Instant::now() >= self.deadline;
+        ended && !self.is_cleaning.load(Ordering::Relaxed)
+    }
+
+    /// Returns when the run ends early.
+    pub async fn wait(&self) {
+        let mut signalled = self.signalled.clone();
+        let signal = async {
+            if signalled.wait_for(|signalled| *signalled).await.is_err() {
+                // The sender is gone, so no signal will come.
+                std::future::pending::<()>().await;
+            }
+        };
+        if self.is_cleaning.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+        tokio::select! {
+            () = signal => {}
+            () = tokio::time::sleep_until(self.deadline.into()) => {}
+        }
+    }
+}

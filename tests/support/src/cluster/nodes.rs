@@ -1,0 +1,283 @@
+//! Two drivers with one name, each with a sidecar as on a node of its own, and the sidecar that
+//! clients call in front of both. Nodes and EndpointSlices are written by the test: no kubelet and no
+//! controller runs. The nodes' address is an additional one of the loopback interface, because the API
+//! server accepts no 127.0.0.0/8 in an EndpointSlice.
+
+use std::process::Command;
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::snapshot::{MANAGED_BY, VolumeSnapshotContent};
+use csi_loopback::proto::snapshotmetadata as api;
+use k8s_openapi::api::core::v1::Node as NodeObject;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::api::rbac::v1::PolicyRule;
+use serde_json::json;
+use tonic::Status;
+
+use super::Cluster;
+use super::access::{Account, rule, sidecar_rules};
+use super::programs::Served;
+use super::sidecar::{
+    AUDIENCE, Answer, MetadataRequest, client_at, collect, http_at, spawn, start,
+};
+use super::storage::Ready;
+use super::tls::{Authority, Certificate};
+use crate::driver::{Driver, block};
+use crate::{BLOCK, MIB, path, pattern, write_direct};
+
+/// Of TEST-NET-1 (RFC 5737).
+const ADDRESS: &str = "192.0.2.45";
+/// Name of the Service of the nodes' sidecars.
+const SERVICE: &str = "nodes";
+const SIZE: u64 = 16 * MIB;
+
+/// The nodes' address, while it exists.
+struct LocalAddress;
+
+impl LocalAddress {
+    fn new() -> Self {
+        Self::ip("add");
+        Self
+    }
+
+    fn ip(action: &str) {
+        let place = format!("{ADDRESS}/32");
+        let output = Command::new("ip").args(["address", action, &place, "dev", "lo"]).output();
+        let errors = String::from_utf8_lossy(&output.unwrap().stderr).into_owned();
+        assert!(errors.is_empty() || errors.contains("exists"), "{errors}");
+    }
+}
+
+impl Drop for LocalAddress {
+    fn drop(&mut self) {
+        Self::ip("del");
+    }
+}
+
+/// A node of the cluster.
+pub struct Node {
+    pub name: String,
+    pub certificate: Certificate,
+    // Dropped in this order.
+    pub sidecar: Served,
+    pub driver: Driver,
+}
+
+pub struct Rig<'a> {
+    pub cluster: &'a Cluster,
+    pub namespace: String,
+    pub driver_name: String,
+    class: String,
+    node_account: Account,
+    /// Signs the certificates of the nodes.
+    pub node_authority: Authority,
+    authority: Authority,
+    /// The account of the sidecar that clients call.
+    pub front_account: Account,
+    pub backup: Account,
+    pub front: Served,
+    pub nodes: Vec<Node>,
+    _address: LocalAddress,
+}
+
+/// What the sidecar that clients call needs more than another.
+fn front_rules() -> Vec<PolicyRule> {
+    let own = [
+        rule("discovery.k8s.io", &["endpointslices"], &["get", "list", "watch"]),
+        rule("", &["nodes"], &["get"]),
+        rule("", &["serviceaccounts/token"], &["create"]),
+    ];
+    sidecar_rules().into_iter().chain(own).collect()
+}
+
+impl<'a> Rig<'a> {
+    /// `driver_flags` are for both drivers.
+    pub fn new(cluster: &'a Cluster, driver_flags: &[&str]) -> Self {
+        let address = LocalAddress::new();
+        let driver_name = format!("{}.csi.local", cluster.unique("many"));
+        let namespace = cluster.namespace("apps");
+        let class = cluster.snapshot_class(&driver_name, &[]);
+        let (node_authority, authority) = (Authority::new("nodes"), Authority::new("front"));
+        let front_account = cluster.account(&namespace, "front");
+        cluster.grant(&front_account, &front_rules());
+        let node_account = cluster.account(&namespace, "node");
+        let reviews = rule("authentication.k8s.io", &["tokenreviews"], &["create"]);
+        cluster.grant(&node_account, &[reviews]);
+        let nodes: Vec<_> = ["node-a", "node-b"]
+            .map(|name| {
+                let name = cluster.unique(name);
+                let flags = [&["--driver-name", &driver_name], driver_flags].concat();
+                let driver = Driver::with(PoolKind::Reflink, &flags);
+                let certificate = certify(&node_authority, &driver, &name);
+                let accounts = [&node_account, &front_account];
+                let sidecar = serve(cluster, &driver, &name, &certificate, accounts);
+                cluster
+                    .create(&cluster.api::<NodeObject>(), json!({ "metadata": { "name": name } }));
+                Node { name, certificate, sidecar, driver }
+            })
+            .into_iter()
+            .collect();
+        for node in &nodes {
+            publish(cluster, &namespace, &node.name, node.sidecar.port);
+        }
+        let directory = nodes[0].driver.scratch();
+        let ca = directory.join("nodes.crt");
+        std::fs::write(&ca, node_authority.pem()).unwrap();
+        let certificate = authority.certify(directory, "front");
+        let service = format!("{namespace}/{SERVICE}");
+        let front_name = full_name(&front_account);
+        let flags = [
+            "--node-service",
+            &service,
+            "--driver-name",
+            &driver_name,
+            "--node-ca",
+            path(&ca),
+            "--front-account",
+            &front_name,
+            "--audience",
+            AUDIENCE,
+        ];
+        let kubeconfig = cluster.kubeconfig_of(&front_account);
+        let nowhere = directory.join("no.sock");
+        let mut front = spawn(cluster, &nowhere, &kubeconfig, &certificate, &flags);
+        let port = front.http_port;
+        front.process.wait_for("the front is ready", |_| {
+            http_at(port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
+        });
+        let backup = cluster.account(&namespace, "backup");
+        let readable = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
+        cluster.grant_in(&namespace, &backup, &[readable]);
+        Self {
+            cluster,
+            namespace,
+            driver_name,
+            class,
+            node_account,
+            node_authority,
+            authority,
+            front_account,
+            backup,
+            front,
+            nodes,
+            _address: address,
+        }
+    }
+
+    /// A volume on a node, and a snapshot before and after a change of these blocks: `NAME-0` and
+    /// `NAME-1`.
+    pub fn history(&self, node: usize, name: &str, blocks: &[u64]) -> [Ready; 2] {
+        let driver = &self.nodes[node].driver;
+        let volume = driver.volume(name, SIZE, block());
+        [0, 1].map(|number| {
+            if number == 1 {
+                driver.with_device(&volume, |device| {
+                    for at in blocks {
+                        write_direct(device, at * BLOCK, &pattern(at + 1, BLOCK as usize));
+                    }
+                });
+            }
+            let name = format!("{name}-{number}");
+            let handle = driver.snapshot(&name, &volume);
+            let made = self.cluster.snapshot_with_status(
+                &self.namespace,
+                &name,
+                &self.driver_name,
+                &self.class,
+                &handle,
+            );
+            self.label(&made, Some(&self.nodes[node].name));
+            made
+        })
+    }
+
+    /// Sets the label by which a snapshot's node is known.
+    pub fn label(&self, snapshot: &Ready, node: Option<&str>) {
+        let labels = json!({ "metadata": { "labels": { MANAGED_BY: node } } });
+        self.cluster.merge(
+            &self.cluster.api::<VolumeSnapshotContent>(),
+            &snapshot.content,
+            &labels,
+        );
+    }
+
+    /// Starts the sidecar of a node again, with its current certificate. Returns its port.
+    pub fn restart_sidecar(&mut self, node: usize) -> u16 {
+        let node = &mut self.nodes[node];
+        node.sidecar.process.stop();
+        let accounts = [&self.node_account, &self.front_account];
+        let Node { name, certificate, driver, .. } = node;
+        node.sidecar = serve(self.cluster, driver, name, certificate, accounts);
+        node.sidecar.port
+    }
+
+    /// Publishes the endpoint of a node at another port, or removes it.
+    pub fn move_endpoint(&self, node: usize, port: Option<u16>) {
+        let name = &self.nodes[node].name;
+        let slices = self.cluster.api_in::<EndpointSlice>(&self.namespace);
+        if self.cluster.get(&slices, name).is_some() {
+            self.cluster.delete(&slices, name);
+        }
+        if let Some(port) = port {
+            publish(self.cluster, &self.namespace, name, port);
+        }
+    }
+
+    pub fn allocated(&self, snapshot: &Ready) -> api::GetMetadataAllocatedRequest {
+        api::GetMetadataAllocatedRequest {
+            security_token: self.cluster.token(&self.backup, Some(AUDIENCE)),
+            namespace: self.namespace.clone(),
+            snapshot_name: snapshot.name.clone(),
+            ..Default::default()
+        }
+    }
+
+    pub fn delta(&self, [base, target]: &[Ready; 2]) -> api::GetMetadataDeltaRequest {
+        api::GetMetadataDeltaRequest {
+            security_token: self.cluster.token(&self.backup, Some(AUDIENCE)),
+            namespace: self.namespace.clone(),
+            base_snapshot_id: base.handle.clone(),
+            target_snapshot_name: target.name.clone(),
+            ..Default::default()
+        }
+    }
+
+    /// Calls the sidecar for clients and reads the whole stream.
+    pub fn ask(&self, request: impl Into<MetadataRequest>) -> Result<Answer, Status> {
+        let client = client_at(self.cluster, &self.front, &self.authority.pem());
+        self.cluster.block_on(collect(client, request.into()))
+    }
+}
+
+/// Starts the sidecar of a node. `accounts`: its own, and that of the only caller.
+fn serve(
+    cluster: &Cluster,
+    driver: &Driver,
+    node: &str,
+    certificate: &Certificate,
+    [own, front]: [&Account; 2],
+) -> Served {
+    let flags = ["--serve-node", node, "--front-account", &full_name(front)];
+    start(cluster, &driver.socket(), &cluster.kubeconfig_of(own), certificate, &flags)
+}
+
+fn full_name(account: &Account) -> String {
+    format!("{}/{}", account.namespace, account.name)
+}
+
+/// A certificate for the node's name.
+pub fn certify(authority: &Authority, driver: &Driver, name: &str) -> Certificate {
+    let now = std::time::SystemTime::now();
+    let hour = std::time::Duration::from_secs(3600);
+    authority.certify_span(driver.scratch(), name, name, now - hour..now + hour)
+}
+
+fn publish(cluster: &Cluster, namespace: &str, node: &str, port: u16) {
+    let slice = json!({
+        "metadata": { "name": node, "labels": { "kubernetes.io/service-name": SERVICE } },
+        "addressType": "IPv4",
+        "ports": [{ "name": "node", "port": port, "protocol": "TCP" }],
+        "endpoints": [{ "addresses": [ADDRESS], "nodeName": node, "conditions": { "ready": true } }],
+    });
+    cluster.create(&cluster.api_in::<EndpointSlice>(namespace), slice);
+}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# hack/crds.sh: generates deploy/crds from the Rust types. Run it after a change of a custom
+# hack/crds.sh: generates deploy/crds and deploy/crds-upstream from the Rust types. Run it after a change of a custom
 # resource type in src/kubernetes.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
@@ -7,5 +7,5 @@ source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
 # Remove definitions of deleted types.
-rm -f deploy/crds/*.yaml
-cargo run --quiet --locked --example crds -- deploy/crds
+rm -f deploy/crds{,-upstream}/*.yaml
+cargo run --quiet --locked --example crds -- deploy

@@ -10,7 +10,7 @@ use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::{Value, json};
 use support::cluster::shared;
 
-use super::rights::{Right, exactly, holds};
+use super::rights::exactly;
 use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
@@ -22,7 +22,6 @@ const WEBHOOKS: &str = "csi-loopback-admission";
 const SECRET: &str = "csi-loopback-admission-tls";
 const MUTATING: &str = "mutatingwebhookconfigurations";
 const VALIDATING: &str = "validatingwebhookconfigurations";
-const REGISTRATION: &str = "admissionregistration.k8s.io";
 /// The API server's response if a required webhook is unavailable.
 const WEBHOOK_UNAVAILABLE: &str = "failed calling webhook";
 
@@ -68,57 +67,6 @@ fn the_webhooks_have_exactly_the_rights_of_the_list() {
             (&webhooks(), "default", RIGHTS, &[]),
         ],
     );
-}
-
-#[test]
-fn the_webhooks_cannot_extend_their_rights() {
-    let Some(cluster) = shared() else { return };
-    apply_webhooks(cluster);
-    without_webhooks(cluster);
-    let table: &[Right] = &[
-        (true, WEBHOOKS, "get", "", "secrets", SECRET),
-        (true, WEBHOOKS, "update", "", "secrets", SECRET),
-        (false, WEBHOOKS, "get", "", "secrets", "another"),
-        (false, WEBHOOKS, "list", "", "secrets", ""),
-        // Would give access to tokens of every account of the namespace.
-        (false, WEBHOOKS, "create", "", "secrets", ""),
-        (false, WEBHOOKS, "create", "", "serviceaccounts/token", WEBHOOKS),
-        // Only kubelet reads a pod's secrets.
-        (false, "default", "get", "", "secrets", "any"),
-        (false, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
-        (true, WEBHOOKS, "watch", "", "configmaps", WEBHOOKS),
-        // A writer of the policy could change its own limits.
-        (false, WEBHOOKS, "update", "", "configmaps", WEBHOOKS),
-        (false, WEBHOOKS, "patch", "", "configmaps", WEBHOOKS),
-        (false, WEBHOOKS, "list", "", "configmaps", ""),
-        (false, "default", "get", "", "configmaps", "any"),
-        (true, "default", "get", "", "persistentvolumeclaims", "any"),
-        (false, "default", "list", "", "persistentvolumeclaims", ""),
-        (false, "default", "patch", "", "persistentvolumeclaims", "any"),
-        (true, "", "get", "storage.k8s.io", "storageclasses", "any"),
-        (false, "", "list", "storage.k8s.io", "storageclasses", ""),
-        (false, "", "get", "", "persistentvolumes", "any"),
-        (true, "", "watch", "", "namespaces", ""),
-        (false, "", "patch", "", "namespaces", "default"),
-        (true, "", "watch", "storage.k8s.io", "csidrivers", DRIVER),
-        (false, "", "list", "storage.k8s.io", "csidrivers", ""),
-        (false, "", "patch", "storage.k8s.io", "csidrivers", DRIVER),
-        (false, "default", "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
-        (false, "", "get", "snapshot.storage.k8s.io", "volumesnapshotcontents", "any"),
-        (true, "", "patch", REGISTRATION, MUTATING, WEBHOOKS),
-        (true, "", "patch", REGISTRATION, VALIDATING, WEBHOOKS),
-        // A writer of another configuration could read or change unrelated objects.
-        (false, "", "patch", REGISTRATION, MUTATING, "another"),
-        (false, "", "patch", REGISTRATION, VALIDATING, "another"),
-        (false, "", "create", REGISTRATION, MUTATING, WEBHOOKS),
-        (false, "", "delete", REGISTRATION, VALIDATING, WEBHOOKS),
-        (false, "default", "get", "", "pods", "any"),
-        (false, "default", "create", "", "pods", ""),
-        (false, WEBHOOKS, "get", "coordination.k8s.io", "leases", WEBHOOKS),
-        (false, "", "create", "authorization.k8s.io", "subjectaccessreviews", ""),
-        (false, "", "impersonate", "", "users", "admin"),
-    ];
-    holds(cluster, &webhooks(), table);
 }
 
 #[test]

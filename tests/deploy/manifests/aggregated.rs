@@ -11,9 +11,7 @@ use kube::Api;
 use serde_json::{Value, json};
 
 use super::rights::{Right, exactly, holds};
-use super::{
-    DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, overlay, pods, sidecar,
-};
+use super::{NAMESPACE, account, apply, apply_base, deploy, objects, overlay, pods, sidecar};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::{finish, stdout_of};
@@ -28,10 +26,8 @@ const API_SERVICE: &str = "v1alpha1.cbt.storage.k8s.io";
 /// Name of the objects that the component adds for the driver's sidecar.
 const ENDPOINT: &str = "csi-loopback-cbt-http";
 const KUBE_SYSTEM: &str = "kube-system";
-const FRONT_PROXY: &str = "extension-apiserver-authentication";
 
 const CBT: &str = "cbt.storage.k8s.io";
-const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
 
 pub const RIGHTS: &[&str] = &[
     "apiregistration.k8s.io/apiservices[v1alpha1.cbt.storage.k8s.io] get list watch patch",
@@ -116,80 +112,6 @@ fn aggregated_server_and_users_have_exactly_the_listed_rights() {
             (&user, "default", &[], &[]),
         ],
     );
-}
-
-#[test]
-fn no_account_can_extend_its_rights_to_deltas() {
-    let Some(cluster) = shared() else { return };
-    apply_base(cluster);
-    apply_server(cluster);
-    let deltas = "volumesnapshotdeltas";
-    let discoveries = "driverdiscoveries";
-    let services = "apiservices";
-    let of_server: &[Right] = &[
-        (true, SERVERS, "get", "", "secrets", SECRET),
-        (true, SERVERS, "update", "", "secrets", SECRET),
-        (false, SERVERS, "get", "", "secrets", "another"),
-        (false, SERVERS, "list", "", "secrets", ""),
-        (false, SERVERS, "create", "", "secrets", ""),
-        // No Secret without the component.
-        (false, "default", "get", "", "secrets", "any"),
-        (false, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
-        // A token of the same account only.
-        (true, SERVERS, "create", "", "serviceaccounts/token", SERVER),
-        (false, SERVERS, "create", "", "serviceaccounts/token", "default"),
-        (false, NAMESPACE, "create", "", "serviceaccounts/token", "csi-loopback-metadata"),
-        (false, KUBE_SYSTEM, "create", "", "serviceaccounts/token", "any"),
-        (true, KUBE_SYSTEM, "watch", "", "configmaps", FRONT_PROXY),
-        (false, KUBE_SYSTEM, "watch", "", "configmaps", ""),
-        (false, KUBE_SYSTEM, "get", "", "configmaps", "another"),
-        (false, KUBE_SYSTEM, "update", "", "configmaps", FRONT_PROXY),
-        (false, SERVERS, "update", "coordination.k8s.io", "leases", "another"),
-        (false, SERVERS, "create", "", "pods", ""),
-        (true, "", "patch", "apiregistration.k8s.io", services, API_SERVICE),
-        // A writer of another APIService could serve its API.
-        (false, "", "patch", "apiregistration.k8s.io", services, "v1.apps"),
-        (false, "", "create", "apiregistration.k8s.io", services, API_SERVICE),
-        (false, "", "delete", "apiregistration.k8s.io", services, API_SERVICE),
-        (true, "", "patch", CBT, "driverdiscoveries/status", "any"),
-        (true, "", "create", CBT, "driverdiscoveries/deltas", "any"),
-        (false, "", "patch", CBT, discoveries, "any"),
-        (false, "", "create", CBT, discoveries, ""),
-        (false, "", "delete", CBT, discoveries, "any"),
-        (true, "default", "get", SNAPSHOTS, "volumesnapshots", "any"),
-        (false, "default", "patch", SNAPSHOTS, "volumesnapshots", "any"),
-        (false, "", "patch", SNAPSHOTS, "volumesnapshotcontents", "any"),
-        (true, "", "create", "authorization.k8s.io", "subjectaccessreviews", ""),
-        // It never gets its callers' tokens.
-        (false, "", "create", "authentication.k8s.io", "tokenreviews", ""),
-        (false, "default", "create", CBT, deltas, ""),
-        (false, "", "impersonate", "", "users", "admin"),
-    ];
-    holds(cluster, &server(), of_server);
-
-    let user = user(cluster);
-    let at_home = user.namespace.as_str();
-    let of_user: &[Right] = &[
-        (true, at_home, "create", CBT, deltas, ""),
-        (true, at_home, "get", SNAPSHOTS, "volumesnapshots", "any"),
-        (false, "default", "create", CBT, deltas, ""),
-        (false, "default", "get", SNAPSHOTS, "volumesnapshots", "any"),
-        (false, at_home, "list", SNAPSHOTS, "volumesnapshots", ""),
-        (false, at_home, "get", "", "secrets", "any"),
-        // Otherwise it could call drivers itself.
-        (false, "", "create", CBT, "driverdiscoveries/deltas", DRIVER),
-        (false, "", "get", CBT, discoveries, DRIVER),
-    ];
-    holds(cluster, &user, of_user);
-    // The sidecar lacks them without the component, and for the object of another driver.
-    let of_sidecar: &[Right] = &[
-        (true, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
-        (false, "", "create", CBT, "driverdiscoveries/deltas", DRIVER),
-        (false, "", "patch", CBT, "driverdiscoveries/status", DRIVER),
-        (false, "", "patch", CBT, discoveries, "another.example"),
-        (false, "", "patch", CBT, discoveries, DRIVER),
-    ];
-    holds(cluster, &sidecar(), of_sidecar);
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! Tests of the manifests on an API server: every manifest applies, and a second time without a
-//! change; the definition of SnapshotMetadataService accepts valid objects only (for snapshot
-//! sessions see tests/api_server/session_definitions.rs); and each account has the rights that its
+//! change; the chart and the kustomizations are equal; and each account has the rights that its
 //! calls need and no more.
 
 use support::cluster::shared;
@@ -9,23 +8,22 @@ mod admission;
 mod aggregated;
 mod api_server_ip_block;
 mod cert_manager;
+mod chart;
 mod dns;
 mod inline;
 mod node_proxy;
+mod other_driver;
 mod pinned;
 mod pods;
 mod rights;
 mod runtime;
 mod session_access;
 mod sessions;
-mod whole;
+mod upstream_definition;
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
-use kube::Api;
-use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
@@ -83,17 +81,24 @@ fn apply_fresh_base(cluster: &Cluster) {
     apply_base(cluster);
 }
 
-/// A directory with a component, as in an overlay. Kustomize requires relative paths. A component
-/// outside of deploy/ has an absolute path.
+/// A directory with a component, as in an overlay. A component outside of deploy/ has an absolute
+/// path.
 fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
-    let overlay = cluster.scratch().join(format!("with-{component}")).join("overlay");
+    overlay_of(cluster, "with", directory, &[component])
+}
+
+/// A directory with components, as in an overlay. Kustomize requires relative paths.
+fn overlay_of(cluster: &Cluster, name: &str, directory: &str, components: &[&str]) -> PathBuf {
+    let name = [&[name, directory], components].concat().join("-").replace('/', "_");
+    let overlay = cluster.scratch().join(name).join("overlay");
     std::fs::create_dir_all(&overlay).unwrap();
     let overlay = overlay.canonicalize().unwrap();
     let up = "../".repeat(overlay.components().count() - 1);
     let at = |target: PathBuf| format!("{up}{}", path(&target).trim_start_matches('/'));
+    let components = components.iter().map(|one| at(deploy("components").join(one)));
     let text = json!({
         "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
-        "resources": [at(deploy(directory))], "components": [at(deploy("components").join(component))],
+        "resources": [at(deploy(directory))], "components": components.collect::<Vec<_>>(),
     });
     std::fs::write(overlay.join("kustomization.yaml"), text.to_string()).unwrap();
     overlay
@@ -153,92 +158,4 @@ fn every_manifest_applies_and_reapplies_without_a_change() {
         aggregated::without_api_service(cluster);
         admission::without_webhooks(cluster);
     }
-}
-
-// --- The definition -------------------------------------------------------------------------------
-
-fn service(name: &str, change: impl FnOnce(&mut Value)) -> Value {
-    let mut object = json!({
-        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
-        "metadata": { "name": name },
-        "spec": { "address": "metadata.csi.svc:6443", "audience": "backup", "caCert": "YQ==" },
-    });
-    change(&mut object["spec"]);
-    object
-}
-
-/// The API server's response to a SnapshotMetadataService, by a dry run.
-fn verdict(cluster: &Cluster, change: impl FnOnce(&mut Value)) -> Result<(), String> {
-    let object = service("d.example", change);
-    let api: Api<kube::api::DynamicObject> = Api::all_with(
-        cluster.client(),
-        &kube::api::ApiResource::erase::<SnapshotMetadataService>(&()),
-    );
-    let params = PatchParams { dry_run: true, ..PatchParams::apply("test").validation_strict() };
-    let answer = cluster.block_on(api.patch("d.example", &params, &Patch::Apply(&object)));
-    answer.map(|_| ()).map_err(|error| error.to_string())
-}
-
-#[test]
-fn the_definition_accepts_valid_services_only() {
-    let Some(cluster) = shared() else { return };
-    let long_host = "h".repeat(253);
-    for address in [
-        // As in the examples of the released sidecar.
-        "external-snapshot-metadata.csi-driver:6443",
-        "csi-snapshot-metadata.default:6443",
-        "host:1",
-        "10.0.0.1:65535",
-        "[fd00::1]:6443",
-        &format!("{long_host}:60000"),
-    ] {
-        assert_eq!(verdict(cluster, |spec| spec["address"] = json!(address)), Ok(()), "{address}");
-    }
-    for address in [
-        "",
-        "host",
-        "host:",
-        ":6443",
-        "host:0",
-        "host:65536",
-        "host:99999",
-        "host:06443",
-        "host:six",
-        "https://host:6443",
-        "host:6443/path",
-        "ho st:6443",
-        "fd00::1:6443",
-        "[]:1",
-        "host:6443\n",
-        &format!("{long_host}hhhh:60000"),
-    ] {
-        let refused = verdict(cluster, |spec| spec["address"] = json!(address));
-        assert!(refused.is_err_and(|why| why.contains("spec.address")), "{address:?}");
-    }
-    let message =
-        verdict(cluster, |spec| spec["address"] = json!("https://host:6443")).unwrap_err();
-    assert!(message.contains("must be host:port with no scheme"), "{message}");
-
-    for (field, good, bad) in [
-        ("audience", json!("x".repeat(1024)), json!("")),
-        ("audience", json!("d1f84679-cf5b-42f0-bad7-5567e86e268b"), json!("x".repeat(1025))),
-        ("caCert", json!("dGhpcyBpcyB0ZXh0IGNhIGNlcnQK"), json!("")),
-        ("caCert", json!("A".repeat(400_000)), json!("A".repeat(524_292))),
-        ("caCert", json!("YQ=="), json!("no base64!")),
-        ("requireBaseSnapshotForDelta", json!(false), json!("no")),
-    ] {
-        assert_eq!(verdict(cluster, |spec| spec[field] = good.clone()), Ok(()), "{field}");
-        let refused = verdict(cluster, |spec| spec[field] = bad.clone());
-        assert!(refused.is_err_and(|why| why.contains(field)), "{field}: {bad}");
-    }
-    for field in ["address", "audience", "caCert"] {
-        let refused = verdict(cluster, |spec| drop(spec.as_object_mut().unwrap().remove(field)));
-        assert!(refused.is_err_and(|why| why.contains(field)), "{field}");
-    }
-    assert!(verdict(cluster, |spec| spec["adress"] = json!("a misspelt field")).is_err());
-
-    let definition = stdout_of(cluster.kubectl(&["get", "crd", "snapshotmetadataservices.cbt.storage.k8s.io",
-        "-o", "jsonpath={.spec.scope} {.spec.names.shortNames[*]} {.metadata.annotations.api-approved\\.kubernetes\\.io}"]));
-    let approved = "https://github.com/kubernetes-csi/external-snapshot-metadata/pull/2";
-    assert_eq!(definition, format!("Cluster sms {approved}"));
 }

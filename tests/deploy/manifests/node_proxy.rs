@@ -59,40 +59,6 @@ fn the_node_proxy_has_exactly_the_rights_of_the_list() {
     );
 }
 
-#[test]
-fn the_node_proxy_cannot_extend_its_rights() {
-    let Some(cluster) = shared() else { return };
-    without_claims(cluster);
-    applied(cluster, "node-proxy");
-    let table: &[Right] = &[
-        (true, "default", "get", "", "pods", "any"),
-        (true, "", "watch", "", "pods", ""),
-        (true, "default", "create", "", "events", ""),
-        (false, "default", "create", "", "pods", ""),
-        // A writer of annotations could opt in for others.
-        (false, "default", "patch", "", "pods", "any"),
-        (false, "default", "patch", "", "pods/status", "any"),
-        (false, "default", "delete", "", "pods", "any"),
-        (false, "default", "create", "", "pods/exec", "any"),
-        (false, "default", "create", "", "pods/eviction", "any"),
-        (false, "default", "get", "", "pods/log", "any"),
-        (false, "default", "list", "", "events", ""),
-        (false, "default", "patch", "", "events", "any"),
-        (false, "default", "delete", "", "events", "any"),
-        (false, "default", "create", "events.k8s.io", "events", ""),
-        (false, "default", "get", "", "persistentvolumeclaims", "any"),
-        (false, "", "get", "", "persistentvolumes", "any"),
-        (false, "", "get", "", "nodes", "any"),
-        (false, "", "get", "storage.k8s.io", "csidrivers", "any"),
-        (false, NAMESPACE, "get", "", "secrets", "any"),
-        (false, NAMESPACE, "get", "", "configmaps", "any"),
-        (false, NAMESPACE, "create", "", "serviceaccounts/token", "csi-loopback-controller"),
-        (false, NAMESPACE, "get", "coordination.k8s.io", "leases", "any"),
-        (false, "", "impersonate", "", "users", "admin"),
-    ];
-    holds(cluster, &proxy(), table);
-}
-
 /// Other tests expect the state without the component.
 fn without_claims(cluster: &Cluster) {
     for kind in ["clusterrolebinding", "clusterrole"] {

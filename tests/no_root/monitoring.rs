@@ -70,10 +70,39 @@ fn each_alert_is_documented() {
     }
 }
 
+/// `hack/soak.sh` runs the cases with promtool, whose build takes four minutes.
+#[test]
+fn each_alert_has_a_case_in_which_it_fires() {
+    let cases = read("tests/data/rules.test.yaml");
+    let rules: Value = serde_saphyr::from_str(&read("deploy/monitoring/rules.yaml")).unwrap();
+    for rule in rules["groups"][0]["rules"].as_array().unwrap() {
+        let alert = rule["alert"].as_str().unwrap();
+        assert!(cases.contains(alert), "{alert}: not in tests/data/rules.test.yaml");
+    }
+}
+
+/// A counter with a label begins with its first event, which is no increase.
+#[test]
+fn an_alert_on_an_increase_sees_the_first_event() {
+    let from_the_start = ["csi_loopback_rpc_failures_total{code"];
+    let rules: Value = serde_saphyr::from_str(&read("deploy/monitoring/rules.yaml")).unwrap();
+    for rule in rules["groups"][0]["rules"].as_array().unwrap() {
+        let text = rule["expr"].as_str().unwrap();
+        let is_increase = text.contains("increase(") || text.contains("rate(");
+        let is_seen =
+            text.contains("unless") || from_the_start.iter().any(|series| text.contains(series));
+        assert!(!is_increase || is_seen, "{}: {text}", rule["alert"]);
+    }
+}
+
 #[test]
 fn the_dashboard_is_valid_json_with_unique_panels() {
     let board: Value = serde_json::from_str(&read("deploy/monitoring/dashboard.json")).unwrap();
     let panels = board["panels"].as_array().unwrap();
+    for panel in panels {
+        let text = panel["description"].as_str().unwrap_or_default();
+        assert!(text.ends_with('.'), "panel {} has no description", panel["id"]);
+    }
     let ids: BTreeSet<_> = panels.iter().map(|panel| panel["id"].as_u64().unwrap()).collect();
     assert_eq!(ids.len(), panels.len());
 }

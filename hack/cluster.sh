@@ -23,14 +23,14 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/parts.sh
 source "$(dirname "$0")/parts.sh"
-# shellcheck source=hack/pki.sh
-source "$(dirname "$0")/pki.sh"
+# shellcheck source=hack/kubernetes.sh
+source "$(dirname "$0")/kubernetes.sh"
 
 (($# == 1)) || die "usage: hack/cluster.sh DIR"
 umask 077
 mkdir -p "$1"
 dir=$(realpath "$1")
-pki=$dir/pki
+pki=$dir/pki tools=$dir/tools
 ((${#dir} <= 90)) || die "$dir: path too long; the path of a unix socket has at most 107 bytes"
 [[ ! -e $dir/kubeconfig ]] || die "$dir: already has a cluster; use a new directory"
 
@@ -71,30 +71,13 @@ fi
 
 mkdir "$pki"
 
-make_pki() {
-    # A separate authority for the aggregation layer: its certificates can impersonate every user.
-    make_ca ca && make_ca front-proxy-ca &&
-        make_certificate apiserver ca /CN=kube-apiserver serverAuth \
-            "DNS:localhost,DNS:kubernetes.default.svc,IP:127.0.0.1" &&
-        make_certificate admin ca /O=system:masters/CN=admin clientAuth &&
-        make_certificate front-proxy front-proxy-ca /CN=front-proxy clientAuth &&
-        make_certificate webhook-client ca /CN=webhook-client clientAuth &&
-        openssl genrsa -out "$pki/sa.key" 2048 &&
-        openssl rsa -in "$pki/sa.key" -pubout -out "$pki/sa.pub"
-}
-# `set -e` does not apply to a function before ||: hence the && chain above.
-make_pki >"$dir/pki.log" 2>&1 || give_up pki "could not be created"
+# Webhooks that are called by URL get a certificate of another authority than that of the aggregation layer.
+{ make_cluster_pki "" && make_certificate webhook-client ca /CN=webhook-client clientAuth; } >"$dir/pki.log" 2>&1 ||
+    give_up pki "could not be created"
 
 # --- etcd -----------------------------------------------------------------------------------------
 
-# Unix sockets in DIR: private, and without a search for free ports. etcd requires names with a
-# port.
-start etcd tools/etcd --name=local --data-dir=etcd --unsafe-no-fsync --log-level=warn \
-    --listen-client-urls=unix://client:0 --advertise-client-urls=unix://client:0 \
-    --listen-peer-urls=unix://peer:0 --initial-advertise-peer-urls=unix://peer:0 \
-    --initial-cluster=local=unix://peer:0
-# Wait: the API server retries only after seconds.
-await etcd test -S "$dir/client:0"
+start_etcd "$dir" "$dir/etcd"
 
 # --- The API server -------------------------------------------------------------------------------
 
@@ -122,26 +105,15 @@ start_api_server() {
     local port=${api_port:=$((20000 + SRANDOM % 12000))}
     local flags=(
         --bind-address=127.0.0.1 --advertise-address=127.0.0.1 --secure-port="$port"
-        --cert-dir="$dir" --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key"
-        --etcd-servers="unix://$dir/client:0"
+        --cert-dir="$dir"
         # No client uses its Service, and 127.0.0.1 is not valid as an endpoint.
         --endpoint-reconciler-type=none --service-cluster-ip-range=10.0.0.0/24
-        --client-ca-file="$pki/ca.crt" --authorization-mode=RBAC
-        --service-account-issuer=https://kubernetes.default.svc
-        --service-account-key-file="$pki/sa.pub" --service-account-signing-key-file="$pki/sa.key"
+        --authorization-mode=RBAC --service-account-issuer=https://kubernetes.default.svc
         # No controller removes the finalizers of this plugin: deletions would not end.
         --disable-admission-plugins=StorageObjectInUseProtection
-        --allow-privileged=true
-        --requestheader-client-ca-file="$pki/front-proxy-ca.crt" --requestheader-allowed-names=front-proxy
-        --requestheader-extra-headers-prefix=X-Remote-Extra- --requestheader-group-headers=X-Remote-Group
-        --requestheader-username-headers=X-Remote-User
-        --proxy-client-cert-file="$pki/front-proxy.crt" --proxy-client-key-file="$pki/front-proxy.key"
-        # Cluster IPs are not reachable on this machine. An APIService uses a Service of type
-        # ExternalName, which the API server resolves itself without --enable-aggregator-routing.
         --audit-policy-file="$dir/audit.yaml" --audit-log-path="$dir/requests.log"
         # A client certificate for webhooks, which few of them require.
         --admission-control-config-file="$dir/admission.yaml"
-        --profiling=false
     )
     write_admission_configuration
     # One event per request, when its response is complete.
@@ -153,7 +125,7 @@ rules:
 - level: Metadata
 END
     rm -f "$dir/kube-apiserver.log"
-    start kube-apiserver tools/kube-apiserver "${flags[@]}"
+    start_kube_apiserver "$dir" "${flags[@]}"
     write_kubeconfig "$dir/kubeconfig" "https://127.0.0.1:$port" admin
 }
 
@@ -176,10 +148,8 @@ await kube-apiserver api_server_is_ready
 # --- Definitions, and the snapshot-controller -----------------------------------------------------
 
 ours=$repo/deploy/crds
-# Otherwise the definitions of the released sidecar.
-[[ -d $ours ]] || ours=$dir/tools/crds/external-snapshot-metadata
 definitions=()
-for file in "$dir/tools/crds/external-snapshotter"/*.yaml "$ours"/*.yaml; do
+for file in "$dir/tools/crds/external-snapshotter"/*.yaml "$ours"{,-upstream}/*.yaml; do
     [[ ${file##*/} == kustomization.yaml ]] || definitions+=(-f "$file")
 done
 kubectl create "${definitions[@]}" >"$dir/definitions.log" 2>&1 || give_up definitions "were rejected"

@@ -51,7 +51,7 @@ scenario_name() {
 }
 
 run_scenarios() { # run_scenarios [NAME...]
-    local file name started status passed=0 failed=0 kinds=(scenarios suites) wanted=("$@") found=()
+    local file name started status passed=0 failed=() kinds=(scenarios suites) wanted=("$@") found=()
     if ((${#wanted[@]} == 0)); then
         kinds=(scenarios)
     elif [[ ${wanted[*]} == all ]]; then
@@ -69,7 +69,7 @@ run_scenarios() { # run_scenarios [NAME...]
             passed=$((passed + 1))
             printf '=== %s: passed in %d s\n' "$name" $((SECONDS - started))
         else
-            failed=$((failed + 1))
+            failed+=("$name")
             printf '=== %s: FAILED after %d s\n' "$name" $((SECONDS - started))
             report_failure "$name"
         fi
@@ -79,8 +79,8 @@ run_scenarios() { # run_scenarios [NAME...]
     done
     printf '\n'
     [[ ! -e $e2e/counts ]] || cat "$e2e/counts"
-    printf '%d passed, %d failed\n' "$passed" "$failed"
-    ((failed == 0))
+    printf '%d passed, %d failed%s\n' "$passed" "${#failed[@]}" "${failed:+: ${failed[*]}}"
+    ((${#failed[@]} == 0))
 }
 
 command=${1:-}

@@ -29,6 +29,8 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/parts.sh
 source "$(dirname "$0")/parts.sh"
+# shellcheck source=hack/kubernetes.sh
+source "$(dirname "$0")/kubernetes.sh"
 
 image=localhost/busybox:node
 
@@ -37,32 +39,18 @@ inside=
 (($# == 1)) || die "usage: hack/kubelet.sh DIR"
 umask 077
 cluster=$(realpath "$1")
-dir=$cluster/node
+dir=$cluster/node pki=$cluster/pki
 ((${#cluster} <= 65)) || die "$cluster: path too long; the path of a unix socket has at most 107 bytes"
 
 kubectl() { "$cluster/tools/kubectl" --kubeconfig "$cluster/kubeconfig" --cache-dir "$cluster/cache" "$@"; }
 
 # --- Inside the namespaces ------------------------------------------------------------------------
 
-# isolate_machine: mounts copies over everything that kubelet would change on the machine.
 isolate_machine() {
-    local setting at
-    # The namespace has copies of other programs' mounts, which would keep their loop devices busy.
-    while read -r at; do
-        umount --lazy "$at" 2>/dev/null || true
-    done < <(list_mounts | awk -v dir="$dir/" '$2 ~ "^/dev/loop" && index($1, dir) != 1 { print $1 }')
-    mount -t tmpfs -o mode=755 tmpfs /run
-    mount -t tmpfs -o mode=755 tmpfs /var/log
+    hide_machine "$dir"
     # Kubelet creates /var/lib/kubelet even with another --root-dir.
     mkdir /run/lib /run/lib/upper /run/lib/work
     mount -t overlay -o lowerdir=/var/lib,upperdir=/run/lib/upper,workdir=/run/lib/work overlay /var/lib
-    # The values that kubelet writes if the machine has others.
-    for setting in vm/overcommit_memory=1 vm/panic_on_oom=0 kernel/panic=10 kernel/panic_on_oops=1 \
-        kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000; do
-        at=${setting%=*}
-        printf '%s\n' "${setting#*=}" >"/run/${at//\//.}"
-        mount --bind "/run/${at//\//.}" "/proc/sys/$at"
-    done
 }
 
 # runtimes_config: prints containerd's configuration of the second runtime, if there is one.
@@ -143,35 +131,17 @@ go_architecture() {
 }
 
 configure_kubelet() { # configure_kubelet PORT
-    cat >"$dir/kubelet.yaml" <<END
-apiVersion: kubelet.config.k8s.io/v1beta1
-kind: KubeletConfiguration
+    kubelet_configuration >"$dir/kubelet.yaml"
+    cat >>"$dir/kubelet.yaml" <<END
 address: 127.0.0.1
 port: $1
-healthzPort: 0
-tlsCertFile: $cluster/pki/kubelet.crt
-tlsPrivateKeyFile: $cluster/pki/kubelet.key
 authentication:
   anonymous: {enabled: false}
   webhook: {enabled: false}
-  x509: {clientCAFile: $cluster/pki/ca.crt}
+  x509: {clientCAFile: $pki/ca.crt}
 authorization: {mode: AlwaysAllow}
 containerRuntimeEndpoint: unix://$dir/containerd.sock
 podLogsDir: $dir/logs
-# Cgroups of either version, below the cgroup of this node.
-cgroupDriver: cgroupfs
-cgroupRoot: /$cgroup
-enforceNodeAllocatable: []
-failCgroupV1: false
-failSwapOn: false
-resolvConf: ""
-oomScoreAdj: 0
-makeIPTablesUtilChains: false
-# Do not evict pods on a full disk, and never delete the only image.
-evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
-imageGCHighThresholdPercent: 100
-# How often kubelet reconciles the volumes of a pod, and calls the driver again (requiresRepublish).
-syncFrequency: 1s
 # How often kubelet gets volume statistics.
 volumeStatsAggPeriod: 1s
 END
@@ -262,27 +232,6 @@ free_port() {
     printf '%s\n' "$port"
 }
 
-make_certificate() {
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -noenc -days 30 \
-        -CA "$cluster/pki/ca.crt" -CAkey "$cluster/pki/ca.key" -keyout "$cluster/pki/kubelet.key" \
-        -out "$cluster/pki/kubelet.crt" -subj /CN=kubelet -addext "basicConstraints=critical,CA:FALSE" \
-        -addext "extendedKeyUsage=serverAuth" -addext "subjectAltName=IP:127.0.0.1"
-}
-
-# make_cgroups: creates the cgroup that kubelet requires (cgroupRoot), in each hierarchy.
-make_cgroups() {
-    local at
-    while read -r at; do
-        mkdir -p "$at/$cgroup" 2>/dev/null || true
-    done < <(awk '/ - cgroup2? / && $5 ~ "^/sys/fs/cgroup" { print $5 }' /proc/self/mountinfo)
-    # A new cpuset accepts processes only with these set.
-    at=/sys/fs/cgroup/cpuset
-    if [[ -d $at/$cgroup ]]; then
-        cat "$at/cpuset.cpus" >"$at/$cgroup/cpuset.cpus"
-        cat "$at/cpuset.mems" >"$at/$cgroup/cpuset.mems"
-    fi
-}
-
 run_outside() {
     is_root || cannot_run "needs root, for containers"
     [[ $cluster != /run/* && $cluster != /var/l* ]] || die "$cluster: hidden on the node; use a directory outside of /run, /var/lib and /var/log"
@@ -297,9 +246,9 @@ run_outside() {
     mount --bind "$dir/kubelet" "$dir/kubelet"
     mount --make-private "$dir/kubelet"
     mount --make-shared "$dir/kubelet"
-    make_certificate >"$dir/certificate.log" 2>&1 || give_up certificate "could not be created"
+    make_certificate kubelet ca /CN=kubelet serverAuth IP:127.0.0.1 >"$dir/certificate.log" 2>&1 || give_up certificate "could not be created"
     free_port >"$dir/port"
-    make_cgroups
+    make_cgroups "$cgroup"
     setpriv --pdeathsig KILL unshare --pid --mount --propagation slave --mount-proc --kill-child \
         bash "${BASH_SOURCE[0]}" --inside "$cluster" &
     pid=$!

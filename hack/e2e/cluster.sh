@@ -122,7 +122,7 @@ check_machine() {
     [[ $e2e != /run/* && $e2e != /var/l* && $e2e != /etc/* && $e2e != /usr/local/* ]] ||
         die "$e2e: is covered on the node; next: set CSI_LOOPBACK_E2E_DIR elsewhere than in /run, /var/lib, /var/log, /etc"
     ((${#e2e} <= 60)) || die "$e2e: too long for the path of a socket; next: set CSI_LOOPBACK_E2E_DIR to a shorter path"
-    install_missing "${node_commands[@]}" ip jq mmdebstrap nft nsenter openssl setpriv setsid unshare >&2 ||
+    install_missing "${node_commands[@]}" "${e2e_commands[@]}" >&2 ||
         lacking "programs are missing that could not be installed"
     ! ldd "$(command -v busybox)" >/dev/null 2>&1 || lacking "busybox is not statically linked; Debian's busybox-static is"
 }
@@ -134,6 +134,7 @@ link_tools() {
         directory=$($built) || lacking "the Kubernetes tools cannot be built"
         ln -sfn "$directory"/* "$e2e/tools/"
     done
+    ln -sfn "$(go_tool helm)" "$e2e/tools/helm" || lacking "helm cannot be built"
 }
 
 # start_node: starts hack/e2e/node.sh in new namespaces, which outlive this script.

@@ -17,8 +17,8 @@ set -euo pipefail
 source "$(dirname "$0")/../lib.sh"
 # shellcheck source=hack/parts.sh
 source "$repo/hack/parts.sh"
-# shellcheck source=hack/pki.sh
-source "$repo/hack/pki.sh"
+# shellcheck source=hack/kubernetes.sh
+source "$repo/hack/kubernetes.sh"
 
 umask 022
 base=$1
@@ -34,13 +34,8 @@ kubectl() { "$tools/kubectl" --kubeconfig "$base/kubeconfig" --cache-dir "$base/
 # --- The machine ----------------------------------------------------------------------------------
 
 cover() {
-    local at setting
-    # Other mounts of loop devices were copied into this namespace, where they keep their devices in use.
-    while read -r at; do
-        umount --lazy "$at" 2>/dev/null || true
-    done < <(list_mounts | awk '$2 ~ "^/dev/loop" { print $1 }')
-    mount -t tmpfs -o mode=755 tmpfs /run
-    mount -t tmpfs -o mode=755 tmpfs /var/log
+    local at
+    hide_machine ""
     for at in etc usr/local; do
         mkdir -p "$base/machine/$at/upper" "$base/machine/$at/work"
         mount -t overlay -o "lowerdir=/$at,upperdir=$base/machine/$at/upper,workdir=$base/machine/$at/work" overlay "/$at"
@@ -51,13 +46,6 @@ cover() {
     # Mounts of drivers in their containers must propagate to kubelet and the containers of pods.
     mount --bind /var/lib/kubelet /var/lib/kubelet
     mount --make-shared /var/lib/kubelet
-    # Kubelet sets these of the machine.
-    for setting in vm/overcommit_memory=1 vm/panic_on_oom=0 kernel/panic=10 kernel/panic_on_oops=1 \
-        kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000; do
-        at=${setting%=*}
-        printf '%s\n' "${setting#*=}" >"/run/${at//\//.}"
-        mount --bind "/run/${at//\//.}" "/proc/sys/$at"
-    done
 }
 
 # The default route leads to the other end of a pair, which discards everything: addresses of Services need a route before
@@ -71,76 +59,40 @@ make_network() {
     echo 1 >/proc/sys/net/ipv4/ip_forward
 }
 
-make_cgroups() {
-    local at
-    while read -r at; do
-        mkdir -p "$at/$cgroup" 2>/dev/null || true
-    done < <(awk '/ - cgroup2? / && $5 ~ "^/sys/fs/cgroup" { print $5 }' /proc/self/mountinfo)
-    # Without them a new cpuset takes no process.
-    at=/sys/fs/cgroup/cpuset
-    if [[ -d $at/$cgroup ]]; then
-        cat "$at/cpuset.cpus" >"$at/$cgroup/cpuset.cpus"
-        cat "$at/cpuset.mems" >"$at/$cgroup/cpuset.mems"
-    fi
-}
-
 # --- The control plane ----------------------------------------------------------------------------
 
 make_pki() {
-    # The aggregation layer has a separate authority: a holder of one of its certificates can act as any user.
-    make_ca ca && make_ca front-proxy-ca &&
-        make_certificate apiserver ca /CN=kube-apiserver serverAuth \
-            "DNS:localhost,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:$node_address,IP:10.96.0.1" &&
-        make_certificate admin ca /O=system:masters/CN=admin clientAuth &&
+    make_cluster_pki ",IP:$node_address,IP:10.96.0.1" &&
         make_certificate kubelet-client ca /O=system:masters/CN=kube-apiserver-kubelet-client clientAuth &&
-        make_certificate front-proxy front-proxy-ca /CN=front-proxy clientAuth &&
         make_certificate controller-manager ca /CN=system:kube-controller-manager clientAuth &&
         make_certificate scheduler ca /CN=system:kube-scheduler clientAuth &&
         make_certificate proxy ca /CN=system:kube-proxy clientAuth &&
         make_certificate node ca /O=system:nodes/CN=system:node:node clientAuth &&
-        make_certificate kubelet ca /CN=kubelet serverAuth "IP:$node_address" &&
-        openssl genrsa -out "$pki/sa.key" 2048 &&
-        openssl rsa -in "$pki/sa.key" -pubout -out "$pki/sa.pub"
+        make_certificate kubelet ca /CN=kubelet serverAuth "IP:$node_address"
 }
 
-start_etcd() {
-    # On sockets, whose names must contain a port.
-    start etcd env --chdir=/run "$tools/etcd" --name=local --data-dir=/var/lib/etcd --log-level=warn --unsafe-no-fsync \
-        --listen-client-urls=unix://client:0 --advertise-client-urls=unix://client:0 \
-        --listen-peer-urls=unix://peer:0 --initial-advertise-peer-urls=unix://peer:0 \
-        --initial-cluster=local=unix://peer:0
-}
+start_part_etcd() { start_etcd /run /var/lib/etcd; }
 
-start_kube-apiserver() {
-    start kube-apiserver "$tools/kube-apiserver" \
-        --advertise-address="$node_address" --secure-port=6443 \
-        --cert-dir=/run --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key" \
-        --etcd-servers=unix:///run/client:0 --service-cluster-ip-range=10.96.0.0/16 \
-        --client-ca-file="$pki/ca.crt" --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction \
+start_part_kube-apiserver() {
+    start_kube_apiserver /run --advertise-address="$node_address" --secure-port=6443 --cert-dir=/run \
+        --service-cluster-ip-range=10.96.0.0/16 --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction \
         --service-account-issuer=https://kubernetes.default.svc.cluster.local \
-        --service-account-key-file="$pki/sa.pub" --service-account-signing-key-file="$pki/sa.key" \
-        --allow-privileged=true \
         --kubelet-client-certificate="$pki/kubelet-client.crt" --kubelet-client-key="$pki/kubelet-client.key" \
-        --kubelet-certificate-authority="$pki/ca.crt" --kubelet-preferred-address-types=InternalIP \
-        --requestheader-client-ca-file="$pki/front-proxy-ca.crt" --requestheader-allowed-names=front-proxy \
-        --requestheader-extra-headers-prefix=X-Remote-Extra- --requestheader-group-headers=X-Remote-Group \
-        --requestheader-username-headers=X-Remote-User \
-        --proxy-client-cert-file="$pki/front-proxy.crt" --proxy-client-key-file="$pki/front-proxy.key" \
-        --profiling=false
+        --kubelet-certificate-authority="$pki/ca.crt" --kubelet-preferred-address-types=InternalIP
 }
 
-start_kube-controller-manager() {
+start_part_kube-controller-manager() {
     start kube-controller-manager "$tools/kube-controller-manager" --kubeconfig="$base/controller-manager.conf" \
         --bind-address=127.0.0.1 --cert-dir=/run --leader-elect=false --use-service-account-credentials \
         --root-ca-file="$pki/ca.crt" --service-account-private-key-file="$pki/sa.key" --profiling=false
 }
 
-start_kube-scheduler() {
+start_part_kube-scheduler() {
     start kube-scheduler "$tools/kube-scheduler" --kubeconfig="$base/scheduler.conf" \
         --bind-address=127.0.0.1 --cert-dir=/run --leader-elect=false --profiling=false
 }
 
-start_kube-proxy() {
+start_part_kube-proxy() {
     cat >/run/kube-proxy.yaml <<END
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
@@ -159,7 +111,7 @@ END
 
 # --- The node -------------------------------------------------------------------------------------
 
-start_containerd() {
+start_part_containerd() {
     mkdir -p /run/cni
     # A separate link between the node and each pod, so that all traffic is routed and translated.
     cat >/run/cni/e2e.conflist <<'END'
@@ -194,14 +146,10 @@ import_images() {
     done
 }
 
-start_kubelet() {
-    cat >/run/kubelet.yaml <<END
-apiVersion: kubelet.config.k8s.io/v1beta1
-kind: KubeletConfiguration
+start_part_kubelet() {
+    kubelet_configuration >/run/kubelet.yaml
+    cat >>/run/kubelet.yaml <<END
 address: $node_address
-healthzPort: 0
-tlsCertFile: $pki/kubelet.crt
-tlsPrivateKeyFile: $pki/kubelet.key
 authentication:
   anonymous: {enabled: false}
   webhook: {enabled: true}
@@ -209,21 +157,8 @@ authentication:
 authorization: {mode: Webhook}
 clusterDNS: [10.96.0.10]
 clusterDomain: cluster.local
-resolvConf: ""
 containerRuntimeEndpoint: $socket
-# Cgroups of any version, below one of the node's own.
-cgroupDriver: cgroupfs
-cgroupRoot: /$cgroup
-enforceNodeAllocatable: []
-failCgroupV1: false
-failSwapOn: false
-oomScoreAdj: 0
-makeIPTablesUtilChains: false
-# The images cannot be pulled again.
-evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
-imageGCHighThresholdPercent: 100
-# Short, so that tests wait less: how often a pod's volumes are checked, and the sizes of volumes are read.
-syncFrequency: 1s
+# How often the sizes of volumes are read.
 volumeStatsAggPeriod: 5s
 END
     start kubelet env TMPDIR=/run "$tools/kubelet" --config=/run/kubelet.yaml --kubeconfig="$base/node.conf" \
@@ -242,7 +177,7 @@ parts=(etcd kube-apiserver kube-controller-manager kube-scheduler kube-proxy con
 restart() {
     kill -KILL "${pid_of[$1]}" 2>/dev/null || true
     wait "${pid_of[$1]}" 2>/dev/null || true
-    "start_$1"
+    "start_part_$1"
     rm -f "$base/restart/$1"
 }
 
@@ -251,7 +186,7 @@ mkdir -p "$dir" "$base/restart" "$base/images"
 rm -f "$base/ready"
 cover
 make_network
-make_cgroups
+make_cgroups "$cgroup"
 if [[ ! -d $pki ]]; then
     mkdir -m 700 "$pki"
     make_pki >"$dir/pki.log" 2>&1 || give_up pki "cannot be made"
@@ -260,16 +195,15 @@ if [[ ! -d $pki ]]; then
     done
     mv "$base/admin.conf" "$base/kubeconfig"
 fi
-start_etcd
-await etcd test -S /run/client:0
-start_kube-apiserver
-start_containerd
+start_part_etcd
+start_part_kube-apiserver
+start_part_containerd
 import_images >"$dir/images.log" 2>&1 || give_up images "cannot be imported"
 await kube-apiserver kubectl --request-timeout=5s get --raw /readyz
-start_kube-controller-manager
-start_kube-scheduler
-start_kubelet
-start_kube-proxy
+start_part_kube-controller-manager
+start_part_kube-scheduler
+start_part_kubelet
+start_part_kube-proxy
 await kubelet node_is_ready
 : >"$base/ready"
 while true; do

@@ -131,6 +131,43 @@ from_snapshot() { # from_snapshot CLAIM SIZE SNAPSHOT [KEY: VALUE...]
     claim "$1" "$2" "dataSource: {apiGroup: snapshot.storage.k8s.io, kind: VolumeSnapshot, name: $3}" "${@:4}"
 }
 
+# commands_of PAGE SECTION: the commands of a section of a page (blocks "sh"), as printed.
+commands_of() {
+    awk -v section="## $2" '
+        /^## / { here = $0 == section }
+        /^ *```$/ { on = 0 }
+        here && on { print }
+        /^ *```sh$/ { on = 1 }' "$1"
+}
+
+# s3_server NAMESPACE: a pod and a Service "s3" with an S3 server that keeps its objects in memory, with a bucket "backups".
+s3_server() {
+    program_image "$(go_tool gofakes3)" localhost/gofakes3:e2e gofakes3
+    load_image "$e2e/images/gofakes3.tar"
+    apply <<END
+apiVersion: v1
+kind: Namespace
+metadata: {name: $1}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: s3, namespace: $1, labels: {app: s3}}
+spec:
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: s3
+      image: localhost/gofakes3:e2e
+      args: [-backend=memory, -initialbucket=backups, -host=:9000, -quiet]
+---
+apiVersion: v1
+kind: Service
+metadata: {name: s3, namespace: $1}
+spec: {selector: {app: s3}, ports: [{port: 9000}]}
+END
+    await condition=Ready -n "$1" pod/s3
+}
+
 # client ARGUMENT...: a client command in the pod of hack/e2e/client.yaml, which may use all three APIs.
 client() { kubectl -n backup-client exec client -- /csi-loopback "$@"; }
 

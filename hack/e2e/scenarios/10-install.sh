@@ -5,6 +5,7 @@ source "$(dirname "$0")/../scenario.sh"
 
 step "definitions, node label, driver (deploy/base with cbt-http)"
 quietly kubectl apply --server-side -f deploy/crds
+quietly kubectl create -f deploy/crds-upstream
 quietly kubectl label node node loopback.csi.local/pool=true
 quietly kubectl apply --server-side -k "$(overlay_of base base cbt-http)"
 step "session manager and aggregated API"

@@ -62,6 +62,23 @@ equal "files of second" "$files_second" "$(in_pod restored-second 'cd /data; sha
 equal "device of first-block" "$device_first" "$(in_pod restored-block 'sha256sum </device')"
 equal "device of second-block" "$device_second" "$(in_pod restored-block-2 'sha256sum </device')"
 
+step "files of a snapshot on the node (snapshot mount)"
+content=$(kubectl -n backup-demo get volumesnapshot first -o jsonpath='{.status.boundVolumeSnapshotContentName}')
+handle=$(kubectl get volumesnapshotcontent "$content" -o jsonpath='{.status.snapshotHandle}')
+mounted=/var/lib/kubelet/plugins/files
+in_driver() { kubectl -n csi-loopback exec csi-loopback-0 -c driver -- sh -euc "$1"; }
+in_driver "mkdir $mounted; export TMPDIR=/var/lib/kubelet/plugins CSI_ENDPOINT=unix:///csi/csi.sock
+    /csi-loopback snapshot mount $handle $mounted & echo \$! >/tmp/mount; wait" >/dev/null &
+mounting=$!
+eventually on_node test -e "$mounted/file"
+equal "files of first, mounted" "$files_first" "$(on_node sh -c "cd $mounted; sha256sum file")"
+on_node sh -c "! touch $mounted/new 2>/dev/null"
+in_driver "kill \$(cat /tmp/mount); rm /tmp/mount"
+wait "$mounting"
+in_driver "rmdir $mounted"
+equal "mounts below plugins/files" "" "$(on_node grep -F "$mounted" /proc/mounts || true)"
+equal "temporary volumes" "" "$(on_node find /var/lib/kubelet/plugins -maxdepth 1 -name 'csi-loopback-verify-*')"
+
 step "a delta from a deleted base"
 handle=$(kubectl -n backup-demo get volumesnapshot first-block -o jsonpath='{.status.boundVolumeSnapshotContentName}')
 handle=$(kubectl get volumesnapshotcontent "$handle" -o jsonpath='{.status.snapshotHandle}')

@@ -64,7 +64,7 @@ END
 unexpected=0
 total=(0 0 0)
 step "an image with csi-sanity"
-program_image "$(go_tool csi-sanity)" "$image" csi-sanity
+program_image "$(csi_sanity)" "$image" csi-sanity
 load_image "$e2e/images/csi-sanity.tar"
 quietly kubectl create namespace csi-sanity
 for access in mount block; do

@@ -43,7 +43,7 @@ step "changes, a deleted base, incremental backups"
 in_pod orders 'dd if=/dev/urandom of=/device bs=4096 count=1 seek=9000 conv=notrunc,fsync 2>/dev/null'
 in_pod files 'echo new >/data/new; sync -f /data'
 orders=$(in_pod orders 'sha256sum </device')
-files=$(in_pod files 'cd /data; sha256sum file new')
+sums=$(in_pod files 'cd /data; sha256sum file new')
 snapshot orders-2 orders
 snapshot files-2 files
 delete -n "$namespace" volumesnapshot/orders-1 volumesnapshot/files-1
@@ -60,7 +60,7 @@ quietly backup_command restore files-2 --to-claim files-restored --storage-class
 user orders-restored orders-restored
 user files-restored files-restored
 equal "device of orders-2" "$orders" "$(in_pod orders-restored 'sha256sum </device')"
-equal "files of files-2" "$files" "$(in_pod files-restored 'cd /data; sha256sum file new')"
+equal "files of files-2" "$sums" "$(in_pod files-restored 'cd /data; sha256sum file new')"
 
 step "nothing of the movers remains"
 eventually movers_are_gone

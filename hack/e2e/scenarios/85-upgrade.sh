@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Scenario: upgrade and downgrade of the driver under running pods; drain of the node
+# Scenario: rollout of another tag of the same image under running pods, and back; drain of the node
+# The program does not change: tests/storage/former_release.rs reads the data of released versions.
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 
 steady_writer
 snapshot upgrade-1 steady
-step "another tag of the image"
+step "another tag of the same image"
 quietly on_node ctr --namespace k8s.io images tag --force docker.io/library/csi-loopback:0.1.0 docker.io/library/csi-loopback:0.1.0-next
 upgraded=$overlay/upgraded
 mkdir -p "$upgraded"
@@ -16,14 +17,14 @@ resources: [../base]
 images: [{name: csi-loopback, newTag: 0.1.0-next}]
 END
 image() { kubectl -n csi-loopback get pod csi-loopback-0 -o jsonpath='{.spec.containers[0].image}'; }
-step "upgrade"
+step "rollout"
 quietly kubectl apply --server-side -k "$upgraded"
 rollout csi-loopback statefulset/csi-loopback
 equal "the driver's image" csi-loopback:0.1.0-next "$(image)"
 is_steady
 snapshot upgrade-2 steady
 [[ -n $(extents delta upgrade-1 upgrade-2) ]]
-step "downgrade"
+step "rollout of the first tag"
 quietly kubectl apply --server-side -k "$overlay/base"
 rollout csi-loopback statefulset/csi-loopback
 equal "the driver's image" csi-loopback:0.1.0 "$(image)"

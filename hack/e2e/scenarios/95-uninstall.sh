@@ -9,7 +9,7 @@ quietly kubectl delete --timeout="${patience}s" snapshotsessionrequests --all --
 delete clusterrole/e2e-client clusterrolebinding/e2e-client
 delete -k deploy/examples/backup-app
 delete -k deploy/examples/backup-app-session
-delete -k deploy/examples/mover
+delete -k deploy/examples/backup-to-s3
 delete namespace/backup-demo
 eventually volumes_are_gone
 step "session manager, aggregated API, driver, definitions"
@@ -20,10 +20,14 @@ delete -k "$overlay/base"
 delete snapshotmetadataservice,snapshotserviceconfiguration loopback.csi.local
 delete driverdiscovery loopback.csi.local
 delete -f deploy/crds
+# Of another project, so it remains.
+quietly kubectl get crd snapshotmetadataservices.cbt.storage.k8s.io
+delete -f deploy/crds-upstream
 quietly kubectl label node node loopback.csi.local/pool-
 step "what remains"
-equal "objects" "" "$(kubectl get all,csidrivers,storageclasses,clusterroles,clusterrolebindings,customresourcedefinitions,validatingadmissionpolicies,flowschemas \
-    --all-namespaces -o name | grep -E 'loopback|cbt\.storage' || true)"
+kinds=all,csidrivers,storageclasses,clusterroles,clusterrolebindings,customresourcedefinitions,flowschemas
+kinds+=,validatingadmissionpolicies,mutatingwebhookconfigurations,validatingwebhookconfigurations
+equal "objects" "" "$(kubectl get "$kinds" --all-namespaces -o name | grep -E 'loopback|cbt\.storage' || true)"
 equal "drivers of the node" "" "$(kubectl get csinode node -o jsonpath='{.spec.drivers[*].name}')"
 equal mounts "" "$(on_node grep -E '^/dev/loop' /proc/mounts || true)"
 # By inode, so before the files are removed: another cluster on this machine has files of the same names.

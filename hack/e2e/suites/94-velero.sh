@@ -30,31 +30,6 @@ image() { # image NAME ENTRYPOINT: an image with the files of $work/root, on the
     rm -r "$work/root" "$work/layer"
 }
 
-# s3_server: keeps its objects in memory.
-s3_server() {
-    apply <<END_S3
-apiVersion: v1
-kind: Namespace
-metadata: {name: velero}
----
-apiVersion: v1
-kind: Pod
-metadata: {name: s3, namespace: velero, labels: {app: s3}}
-spec:
-  automountServiceAccountToken: false
-  containers:
-    - name: s3
-      image: localhost/gofakes3:e2e
-      args: [-backend=memory, -initialbucket=backups, -host=:9000, -quiet]
----
-apiVersion: v1
-kind: Service
-metadata: {name: s3, namespace: velero}
-spec: {selector: {app: s3}, ports: [{port: 9000}]}
-END_S3
-    await condition=Ready -n velero pod/s3
-}
-
 # completed KIND NAME: whether a backup or restore has ended without an error.
 completed() {
     equal "phase of $1 $2" Completed "$(kubectl -n velero get "$1s.velero.io" "$2" -o jsonpath='{.status.phase}')" || {
@@ -121,7 +96,7 @@ is_restored() { # is_restored VOLUME EXPECTED
     await condition=Ready -n "$namespace" "pod/$1" && equal "$1 in $namespace" "$2" "$("$1")"
 }
 
-step "images of Velero, its plugin for S3, and an S3 server"
+step "images of Velero and its plugin for S3"
 velero_image=docker.io/velero/velero:$(version velero)
 plugin_image=docker.io/velero/velero-plugin-for-aws:$(version velero-plugin-for-aws)
 mkdir -p "$work/root"
@@ -131,11 +106,9 @@ image "$velero_image" '[]'
 install -D -m 755 -t "$work/root/plugins" "$tools/velero-plugin-for-aws"
 install -D -m 755 -t "$work/root/bin" "$tools/cp-plugin"
 image "$plugin_image" '["/bin/cp-plugin", "/plugins/velero-plugin-for-aws", "/target/velero-plugin-for-aws"]'
-install -D -m 755 -t "$work/root" "$(go_tool gofakes3)"
-image localhost/gofakes3:e2e '["/gofakes3"]'
 
-step "Velero $(version velero) with node agent, by velero install"
-s3_server
+step "an S3 server, and Velero $(version velero) with node agent, by velero install"
+s3_server velero
 printf '[default]\naws_access_key_id = local\naws_secret_access_key = not-a-real-key\n' >"$work/credentials"
 quietly velero install --image "$velero_image" --plugins "$plugin_image" --provider aws --bucket backups \
     --secret-file "$work/credentials" \

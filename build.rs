@@ -1,27 +1,9 @@
-//! Generates Rust from csi-spec/*.proto without protoc: protox parses, tonic generates. The
-//! descriptor set, with comments, is written next to the code: reflection serves it, and
-//! tests/no_root/wire.rs checks it.
+//! What `--version` prints: the package's version, and the commit if CSI_LOOPBACK_COMMIT names one, as
+//! hack/image.sh does. Git is not called, since a commit would then rebuild the crate in each clone.
 
-use std::{env, error::Error, fs, path::PathBuf};
+use std::{env, error::Error};
 
-use prost::Message;
-
-const PROTOS: [&str; 5] =
-    ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto", "crust.proto", "admin.proto"];
-
-/// Responses that can be sent millions of times per second: servers return them already encoded.
-const RAW_RESPONSES: [&str; 6] = [
-    ".csi.v1.GetMetadataAllocatedResponse",
-    ".csi.v1.GetMetadataDeltaResponse",
-    ".snapshotmetadata.GetMetadataAllocatedResponse",
-    ".snapshotmetadata.GetMetadataDeltaResponse",
-    ".snapshotsession.GetAllocatedResponse",
-    ".snapshotsession.GetDeltaResponse",
-];
-
-/// What `--version` prints: the package's version, and the commit if CSI_LOOPBACK_COMMIT names one, as
-/// hack/image.sh does. Git is not called, since a commit would then rebuild the crate in each clone.
-fn set_version() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-env-changed=CSI_LOOPBACK_COMMIT");
     let version = env::var("CARGO_PKG_VERSION")?;
     let version = match env::var("CSI_LOOPBACK_COMMIT") {
@@ -29,30 +11,5 @@ fn set_version() -> Result<(), Box<dyn Error>> {
         _ => version,
     };
     println!("cargo:rustc-env=CSI_LOOPBACK_VERSION={version}");
-    Ok(())
-}
-
-fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo:rerun-if-changed=csi-spec");
-    set_version()?;
-    let descriptors = protox::compile(PROTOS, ["csi-spec"])?;
-    let out = PathBuf::from(env::var("OUT_DIR")?);
-    fs::write(out.join("csi_descriptor.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().build_server(false).compile_fds(descriptors.clone())?;
-    // Generated separately, because only servers use other types for these messages.
-    let servers = out.join("servers");
-    fs::create_dir_all(&servers)?;
-    let configuration = tonic_prost_build::configure()
-        .build_client(false)
-        .out_dir(servers)
-        .extern_path(".csi.v1", "crate::proto::csi::v1")
-        .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata")
-        .extern_path(".snapshotsession", "crate::proto::snapshotsession")
-        .extern_path(".crust", "crate::proto::crust")
-        .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1");
-    RAW_RESPONSES
-        .iter()
-        .fold(configuration, |all, message| all.extern_path(message, "crate::grpc::RawMessage"))
-        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Writes the custom resource definitions of this project to a directory, generated from the Rust
+//! Writes the custom resource definitions to a directory like deploy, generated from the Rust
 //! types. hack/crds.sh runs it, and tests/no_root/deploy_crds.rs checks that the files are up to
 //! date.
 
@@ -51,12 +51,18 @@ fn without_nullable(definition: &CustomResourceDefinition) -> CustomResourceDefi
     serde_json::from_value(definition).expect("it is still a definition")
 }
 
-/// The files: their names, in the style of Kubernetes, and their content.
+/// Definitions of another project, which its users may have installed.
+const UPSTREAM: [&str; 1] = ["snapshotmetadataservices"];
+
+/// The files: their paths in deploy/, with names in the style of Kubernetes, and their content.
 pub fn files() -> BTreeMap<String, String> {
     definitions()
         .into_iter()
         .map(|definition| {
-            let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
+            let plural = &definition.spec.names.plural;
+            let is_upstream = UPSTREAM.contains(&plural.as_str());
+            let directory = if is_upstream { "crds-upstream" } else { "crds" };
+            let name = format!("{directory}/{}_{plural}.yaml", definition.spec.group);
             let yaml = serde_saphyr::to_string(&without_nullable(&definition))
                 .expect("a definition is plain data");
             (name, format!("{HEAD}{yaml}"))
@@ -67,7 +73,9 @@ pub fn files() -> BTreeMap<String, String> {
 fn main() -> io::Result<()> {
     let directory = env::args().nth(1).ok_or_else(|| io::Error::other("usage: crds DIRECTORY"))?;
     for (name, text) in files() {
-        fs::write(Path::new(&directory).join(name), text)?;
+        let file = Path::new(&directory).join(name);
+        fs::create_dir_all(file.parent().expect("a file in a directory"))?;
+        fs::write(file, text)?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@
 //! `rewrite` also selects a mode by the name of the program, for callers with a fixed command line,
 //! and adapts such a command line to this program.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -18,8 +18,8 @@ use crate::telemetry::klog;
 #[cfg(test)]
 use crate::telemetry::role;
 use crate::{
-    admission, aggregated_api, backup, client, driver, freeze_guard, node_proxy, oci_runtime,
-    runtime_ops, session_manager, sidecar,
+    admission, aggregated_api, backup, client, conformance, dev, driver, freeze_guard, node_proxy,
+    oci_runtime, runtime_ops, session_manager, sidecar,
 };
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
@@ -42,8 +42,7 @@ const EXAMPLES: &str = "Examples:
     subcommand_required = true,
     arg_required_else_help = true,
     subcommand_value_name = "MODE | COMMAND",
-    subcommand_help_heading = "Modes and commands",
-    disable_help_subcommand = true
+    subcommand_help_heading = "Modes and commands"
 )]
 pub struct Cli {
     #[command(subcommand)]
@@ -58,6 +57,8 @@ enum Command {
     Client(Box<client::Command>),
     #[command(flatten)]
     Backup(Box<backup::Command>),
+    #[command(flatten)]
+    Conformance(Box<conformance::Command>),
     #[command(flatten)]
     Tool(Tool),
 }
@@ -81,6 +82,8 @@ enum Mode {
     RuntimeOps(Box<runtime_ops::Args>),
     /// Mode: forward CSI calls of kubelet and add the fields of runtime assisted mounting
     NodeProxy(Box<node_proxy::Args>),
+    /// Mode: serve a driver and its sidecar without a cluster, for tests of backup clients
+    Dev(Box<dev::Args>),
     /// Mode: mount deferred volumes as an OCI runtime, then call runc
     OciRuntime(Box<oci_runtime::Args>),
 }
@@ -88,6 +91,10 @@ enum Mode {
 /// Commands about this program.
 #[derive(Debug, Subcommand)]
 enum Tool {
+    /// Print the version
+    #[command(after_help = "Example:
+  csi-loopback version")]
+    Version,
     /// Print a completion script for a shell
     #[command(after_help = "Example:
   csi-loopback completions zsh >~/.zfunc/_csi-loopback")]
@@ -111,7 +118,12 @@ impl Cli {
     }
 
     fn parse_line(arguments: impl Iterator<Item = OsString>) -> Result<Self, clap::Error> {
-        Self::try_parse_from(rewrite(arguments.collect())?)
+        let line: Vec<OsString> = arguments.collect();
+        if program(&line) == Some(OsStr::new(client::plugin::PROGRAM)) {
+            let command = client::plugin::parse(line, env!("CSI_LOOPBACK_VERSION"))?;
+            return Ok(Self { command: Command::Client(Box::new(command)) });
+        }
+        Self::try_parse_from(rewrite(line)?)
     }
 
     /// Runs the mode or command and returns the exit code of the process.
@@ -125,9 +137,15 @@ impl Cli {
             Command::Mode(Mode::Admission(args)) => admission::run(*args),
             Command::Mode(Mode::RuntimeOps(args)) => runtime_ops::run(*args),
             Command::Mode(Mode::NodeProxy(args)) => node_proxy::run(*args),
+            Command::Mode(Mode::Dev(args)) => dev::run(*args),
             Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args),
             Command::Client(command) => client::run(*command),
             Command::Backup(command) => backup::run(*command),
+            Command::Tool(Tool::Version) => {
+                let text = format!("csi-loopback {}\n", env!("CSI_LOOPBACK_VERSION"));
+                client::print_text(text.as_bytes())
+            }
+            Command::Conformance(command) => conformance::run(*command),
             Command::Tool(Tool::Completions { shell }) => completions(shell),
             Command::Tool(Tool::Man { directory }) => man(&directory),
         }
@@ -159,7 +177,7 @@ const SIDECAR: &str = "sidecar";
 /// Moves the mode to the front, where a subcommand belongs: the mode that the program's name or
 /// `--mode` selects. A line that begins with a command is not changed.
 pub(crate) fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
-    let mut line = by_name(line).or_else(mode_first)?;
+    let mut line = by_name(line).or_else(mode_first).map(flags_last)?;
     if line.get(1).is_some_and(|mode| mode == SIDECAR) {
         let flags = line.split_off(2);
         // Arguments that are not UTF-8 cannot be flags; clap refuses them.
@@ -175,9 +193,43 @@ pub(crate) fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error>
     Ok(line)
 }
 
+/// Flags of commands that may stand before the command, and whether a value follows.
+const EARLY: [(&str, bool); 8] = [
+    ("--endpoint", true),
+    ("--metadata-endpoint", true),
+    ("--secrets", true),
+    ("--timeout", true),
+    ("--output", true),
+    ("-o", true),
+    ("--quiet", false),
+    ("-q", false),
+];
+
+/// Moves these flags from before a command to after it, where they belong.
+fn flags_last(mut line: Vec<OsString>) -> Vec<OsString> {
+    let mut end = 1;
+    while let Some(word) = line.get(end).map(text) {
+        let found = EARLY.iter().find(|(flag, _)| {
+            word.strip_prefix(flag).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+        });
+        let Some((flag, has_value)) = found else { break };
+        end += if *has_value && word == *flag { 2 } else { 1 };
+    }
+    let is_command = |word: &OsString| !text(word).starts_with('-');
+    if line.get(end).is_some_and(is_command) {
+        line[1..=end].rotate_right(1);
+    }
+    line
+}
+
+/// The name of the program.
+fn program(line: &[OsString]) -> Option<&OsStr> {
+    line.first().and_then(|path| Path::new(path).file_name())
+}
+
 /// The line with the mode that the program's name selects, or the unchanged line as an error.
 fn by_name(mut line: Vec<OsString>) -> Result<Vec<OsString>, Vec<OsString>> {
-    let program = line.first().and_then(|path| Path::new(path).file_name());
+    let program = program(&line);
     let mode = NAMES.iter().find(|(name, _)| program.is_some_and(|program| program == *name));
     match mode {
         Some((_, mode)) => {
@@ -278,6 +330,31 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_restore_by_namespace_names_the_missing_claim() {
+        let command = parse("c restore a --namespace n --repository claim:b").unwrap();
+        let error = command.run().unwrap_err().to_string();
+        assert!(error.contains("--to-claim NAME"), "{error}");
+    }
+
+    #[test]
+    fn flags_of_a_command_may_stand_before_it() {
+        for line in [
+            "c --endpoint unix:///a snapshot list",
+            "c --endpoint=unix:///a -o json -q volume list",
+            "c --timeout 5s --output json base list --volume v",
+        ] {
+            parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+        }
+        for line in ["c --endpoint", "c --endpoint unix:///a", "c --endpoint unix:///a driver -o x"]
+        {
+            assert!(parse(line).is_err(), "{line}");
+        }
+        assert!(error("c help").contains("Modes and commands"));
+        assert!(error("c help snapshot delta").contains("BASE"));
+        assert!(parse("c version").is_ok() && parse("/usr/bin/kubectl-cbt list").is_ok());
+    }
+
     /// Copies from the manifests of the released sidecar.
     #[test]
     fn arguments_of_the_released_sidecar_are_accepted() {
@@ -342,6 +419,7 @@ mod tests {
             "admission" => vec![include_str!("../docs/reference/inline-volumes.md"), sidecar],
             "runtime-ops" => vec![include_str!("../docs/reference/runtime-assisted-mount.md")],
             "node-proxy" => vec![include_str!("../docs/reference/node-proxy.md")],
+            "dev" => vec![include_str!("../docs/guide/dev.md")],
             // Its arguments belong to the other runtime.
             "oci-runtime" => vec![],
             _ => panic!("{mode} has no page"),

@@ -20,13 +20,13 @@ use crate::proto::csi::v1 as csi;
 pub use crate::backend::catalog::{Catalog, ReadTx, read_verified};
 pub use crate::backend::list::page;
 pub use crate::backend::sys::FiemapExtent;
-pub use crate::driver::call::{Describe, Subject};
 pub use crate::driver::fault::Rule;
 pub use crate::driver::inline::inline_request;
 pub use crate::driver::request::{
     capacity_range, id, is_inline, keys, max_entries, mutable_parameters, name, page as page_size,
     path, token, volume_context, volume_path,
 };
+pub use crate::grpc::call::{Describe, Subject};
 pub use crate::node_proxy::call::{Call, DecodedRequest};
 pub use crate::node_proxy::deferral_request::Group;
 pub use crate::node_proxy::message::{unframe, with_defer_fs_ops};
@@ -64,9 +64,9 @@ pub fn parse_timeout(text: &str) -> Option<Duration> {
 }
 
 /// The start of a response in bytes, and the extents per message.
-pub fn window(starting_offset: i64, max_results: i32) -> Result<(u64, usize)> {
-    let window = snapshot_metadata::window(starting_offset, max_results)?;
-    Ok((window.starting_offset, window.extents_per_message))
+pub fn part(starting_offset: i64, max_results: i32) -> Result<(u64, usize)> {
+    let part = snapshot_metadata::part(starting_offset, max_results)?;
+    Ok((part.starting_offset, part.extents_per_message))
 }
 
 pub fn create_volume_args(req: &csi::CreateVolumeRequest) -> Result<CreateVolume> {

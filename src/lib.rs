@@ -1,43 +1,43 @@
-//! csi-loopback: a reference CSI driver with real changed block tracking.
+//! csi-loopback: a reference CSI driver with real changed block tracking, and by `--mode` every
+//! other process of the proposals that it implements.
 //!
-//! [`backend`] owns blocks, files and loop devices and uses neither gRPC nor Kubernetes; [`driver`]
-//! translates CSI calls to it. [`sidecar`] gives the backup applications of a cluster access to a
-//! driver; it is built on [`kubernetes`], like [`session_manager`], [`aggregated_api`] and
-//! [`admission`]. [`runtime_ops`] and [`oci_runtime`] pass volumes to container runtimes in the
-//! files of [`crust`], and [`node_proxy`] implements kubelet's part of it. [`client`] has the
-//! commands for users, which call drivers and sidecars; [`cli`] defines the modes. Dependencies
-//! point one way.
+//! The code is in the members of the workspace, the directories of `src/`. Each depends only on
+//! those above it in this table, and the compiler checks it: there is no other way to them.
+//!
+//! | member | owns |
+//! |---|---|
+//! | [`common`] | fail points, ids, quantities, attributes of inline volumes; no async |
+//! | [`storage`] | blocks, files, loop devices, change records; no async, gRPC or Kubernetes |
+//! | [`telemetry`] | logs, metrics, health, limits and shutdown of a process that serves |
+//! | [`grpc`] | messages, sockets and calls |
+//! | [`kubernetes`] | the Kubernetes API: client, watches, leader election, TLS, objects |
+//! | [`driver`] | the roles `driver` and `freeze-guard`: CSI calls, translated to [`storage`] |
+//! | [`cbt`] | the roles `sidecar`, `session-manager`, `aggregated-api`: changed blocks in a cluster |
+//! | [`admission`] | the role `admission`: webhooks for inline and deferred volumes |
+//! | [`deferral`] | the roles `runtime-ops`, `oci-runtime`, `node-proxy`: mounts by container runtimes |
+//! | [`commands`] | the commands for users, which call drivers and sidecars |
+//!
+//! This package is the binary: [`cli`] has the modes and commands as data, and [`dev`] starts a
+//! driver and a sidecar in one process. Its library exists for tests, benchmarks, examples and fuzz
+//! targets, which find all parts here under one name.
 
 // One module style: `foo/mod.rs` for a module with children.
 #![deny(clippy::self_named_module_files)]
 // Input may be hostile, so no code may panic on it. Tests may panic.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
-// All unsafe code is in backend/sys, wrapped in safe functions.
+// All unsafe code is in src/storage/sys, wrapped in safe functions.
 #![deny(unsafe_code)]
 
-pub mod admission;
-pub mod aggregated_api;
-pub mod backend;
-pub mod backup;
 pub mod cli;
-pub mod client;
-pub mod crust;
-#[cfg(test)]
-mod documented;
-pub mod driver;
-pub mod fail_point;
-pub mod freeze_guard;
+pub mod dev;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
-pub mod grpc;
-pub mod ids;
-pub mod inline;
-pub mod kubernetes;
-pub mod node_proxy;
-pub mod oci_runtime;
-pub mod proto;
-pub mod quantity;
-pub mod runtime_ops;
-pub mod session_manager;
-pub mod sidecar;
-pub mod telemetry;
+
+pub use cbt::{aggregated_api, session_manager, sidecar};
+pub use commands::{backup, client, conformance};
+pub use common::{fail_point, ids, inline, quantity};
+pub use deferral::{crust, node_proxy, oci_runtime, runtime_ops};
+pub use driver::freeze_guard;
+pub use grpc::proto;
+pub use storage as backend;
+pub use {admission, driver, grpc, kubernetes, telemetry};

@@ -186,7 +186,7 @@ impl Driver {
             .args(["--mode", "driver", "--pool", "reflink", "--node-id", "bench"])
             // Sparse volumes of terabytes.
             .args(["--overcommit", "1000000", "--log-format", "json"])
-            .args(["--log-level", "info,csi_loopback::backend::take_snapshot=debug"])
+            .args(["--log-level", "info,csi_loopback::storage::take_snapshot=debug"])
             .arg(format!("--endpoint=unix://{}", self.socket().display()))
             .arg(format!("--data-dir={}", self.pool.data_dir().display()))
             .env_remove("CSI_ENDPOINT")

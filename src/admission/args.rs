@@ -3,10 +3,10 @@
 use clap::{ArgAction, ValueEnum};
 use serde::Deserialize;
 
-use crate::kubernetes::tls::{ClientArgs, identity};
-use crate::kubernetes::{client, name};
-use crate::quantity;
-use crate::telemetry::role::{self, RoleArgs};
+use common::quantity;
+use kubernetes::tls::{ClientArgs, identity};
+use kubernetes::{client, name};
+use telemetry::role::{self, RoleArgs};
 
 /// Replaces the shorter help that this flag has in other modes.
 const SERVICE_ADDRESS: &str = "Address at which the API server calls the webhooks, as host:port of their Service. \

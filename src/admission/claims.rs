@@ -13,12 +13,12 @@ use kube::{Api, Client};
 use moka::future::Cache;
 
 use super::ROLE;
-use crate::kubernetes::admission::Refusal;
-use crate::kubernetes::cache::{CALL_TIMEOUT, in_time};
-use crate::kubernetes::client::failure;
-use crate::kubernetes::peer_limit::PeerLimit;
-use crate::kubernetes::pod::Volume;
-use crate::telemetry::peer::Peer;
+use kubernetes::admission::Refusal;
+use kubernetes::cache::{CALL_TIMEOUT, in_time};
+use kubernetes::client::failure;
+use kubernetes::peer_limit::PeerLimit;
+use kubernetes::pod::Volume;
+use telemetry::peer::Peer;
 
 /// Maximum time to cache the driver of a StorageClass: another one can get the name.
 const CLASS_TTL: Duration = Duration::from_secs(5);
@@ -182,7 +182,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::kubernetes::fake_api::FakeApi;
+    use kubernetes::fake_api::FakeApi;
 
     #[tokio::test]
     async fn unavailable_api_server_rejects_pods_with_advice_to_retry() {

@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::volumes;
-use crate::kubernetes::name;
-use crate::kubernetes::pod::{Container, PodSpec};
+use kubernetes::name;
+use kubernetes::pod::{Container, PodSpec};
 
 const NO_RUNTIME: &str = "the pod has no runtimeClassName, and deferred volumes need a runtime that mounts them; set one, or remove the \
     annotation";

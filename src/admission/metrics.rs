@@ -9,7 +9,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-use crate::kubernetes::admission::{Observer, Outcome};
+use kubernetes::admission::{Observer, Outcome};
 
 /// Upper bounds of the histogram's buckets in seconds. The API server times out after 5 s.
 const BUCKETS: [f64; 9] = [0.000_5, 0.001, 0.002_5, 0.01, 0.05, 0.25, 1.0, 2.5, 5.0];

@@ -12,10 +12,10 @@ use serde_json::json;
 use super::deferral::Entries;
 use super::validator::Validator;
 use super::volumes::{self, Scope};
-use crate::kubernetes::admission::{Allowed, Refusal, ReviewRequest, Set};
-use crate::kubernetes::defer_annotation::{self, ANNOTATION};
-use crate::kubernetes::pod::{Pod, PodSpec, Volume};
-use crate::telemetry::peer::Peer;
+use kubernetes::admission::{Allowed, Refusal, ReviewRequest, Set};
+use kubernetes::defer_annotation::{self, ANNOTATION};
+use kubernetes::pod::{Pod, PodSpec, Volume};
+use telemetry::peer::Peer;
 
 const POD: &str = "Pod";
 const BINDING: &str = "Binding";

@@ -12,12 +12,12 @@ use serde::{Deserialize, Deserializer};
 
 use super::args::{Level, PolicyArgs};
 use super::deferral::{self, Deferral};
-use crate::grpc::truncate;
-use crate::kubernetes::cache::{Cache, Key};
-use crate::kubernetes::name;
-use crate::quantity;
-use crate::telemetry::rate_limited_log::RateLimitedLog;
-use crate::telemetry::shutdown::Shutdown;
+use common::quantity;
+use common::text::truncate;
+use kubernetes::cache::{Cache, Key};
+use kubernetes::name;
+use telemetry::rate_limited_log::RateLimitedLog;
+use telemetry::shutdown::Shutdown;
 
 /// Key of the policy in the ConfigMap.
 const KEY: &str = "policy.yaml";

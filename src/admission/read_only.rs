@@ -3,8 +3,8 @@
 //! each mount prevents writes by containers.
 
 use super::volumes::{self, Mount, Scope, Volume};
-use crate::kubernetes::admission::{Allowed, Set};
-use crate::kubernetes::pod::PodSpec;
+use kubernetes::admission::{Allowed, Set};
+use kubernetes::pod::PodSpec;
 
 const READ_ONLY: &str = "readOnly";
 

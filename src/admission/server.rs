@@ -15,12 +15,12 @@ use super::metrics::Metrics;
 use super::policy::{Policies, PolicyError};
 use super::validator::Validator;
 use super::webhooks;
-use crate::kubernetes::https::{self, Bounds, refuse_in_text};
-use crate::kubernetes::publish::maintain;
-use crate::kubernetes::tls;
-use crate::kubernetes::webhook_configuration::CaBundle;
-use crate::telemetry::http::Pages;
-use crate::telemetry::shutdown::Shutdown;
+use kubernetes::https::{self, Bounds, refuse_in_text};
+use kubernetes::publish::maintain;
+use kubernetes::tls;
+use kubernetes::webhook_configuration::CaBundle;
+use telemetry::http::Pages;
+use telemetry::shutdown::Shutdown;
 
 /// Field manager of server-side apply.
 const MANAGER: &str = "csi-loopback-admission";

@@ -14,17 +14,17 @@ use super::args::Level;
 use super::claims::Claims;
 use super::policy::{Policies, Policy, PolicyError, Rules};
 use super::volumes::{self, Volume};
-use crate::grpc::truncate;
-use crate::inline::{self, Attributes};
-use crate::kubernetes::admission::Refusal;
-use crate::kubernetes::cache::{self, Cache, Key};
-use crate::kubernetes::cached::{Cached, ENFORCE, PROFILE, WARN};
-use crate::kubernetes::client::failure;
-use crate::kubernetes::peer_limit::PeerLimit;
-use crate::kubernetes::pod::PodSpec;
-use crate::quantity;
-use crate::telemetry::peer::Peer;
-use crate::telemetry::shutdown::Shutdown;
+use common::inline::{self, Attributes};
+use common::quantity;
+use common::text::truncate;
+use kubernetes::admission::Refusal;
+use kubernetes::cache::{self, Cache, Key};
+use kubernetes::cached::{Cached, ENFORCE, PROFILE, WARN};
+use kubernetes::client::failure;
+use kubernetes::peer_limit::PeerLimit;
+use kubernetes::pod::PodSpec;
+use telemetry::peer::Peer;
+use telemetry::shutdown::Shutdown;
 
 /// Maximum number of reported problems; validation stops after that.
 const MAX_PROBLEMS: usize = 8;

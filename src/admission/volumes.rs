@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use kube::core::admission::Operation;
 
-use crate::inline::{Attributes, Problem};
-use crate::kubernetes::admission::{Refusal, ReviewRequest};
-use crate::kubernetes::name;
-use crate::kubernetes::pod::{InlineSource, Pod, PodSpec, Volume as PodVolume, VolumeMount};
+use common::inline::{Attributes, Problem};
+use kubernetes::admission::{Refusal, ReviewRequest};
+use kubernetes::name;
+use kubernetes::pod::{InlineSource, Pod, PodSpec, Volume as PodVolume, VolumeMount};
 
 /// An inline volume.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use super::metrics::Metrics;
 use super::validator::Validator;
 use super::volumes::{self, Scope};
 use super::{opt_in, read_only};
-use crate::kubernetes::admission::{Allowed, Refusal, ReviewRequest, Webhook};
-use crate::kubernetes::https::Limits;
-use crate::kubernetes::pod::Pod;
+use kubernetes::admission::{Allowed, Refusal, ReviewRequest, Webhook};
+use kubernetes::https::Limits;
+use kubernetes::pod::Pod;
 
 /// Makes content volumes of a pod read-only.
 pub const MUTATE_POD: &str = "/mutate-pod";

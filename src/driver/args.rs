@@ -11,13 +11,13 @@ use clap::{ArgAction, ValueEnum};
 
 use super::crust::Crust;
 use super::fault::Rule;
-use crate::backend::{
+use common::quantity;
+use grpc::SocketPath;
+use grpc::socket::octal_mode;
+use storage::{
     BLOCK_SIZE, FreezeGuard, InlineLimits, MAX_POOL_BLOCK_SIZE, PoolChoice, Runtime, Style,
 };
-use crate::grpc::SocketPath;
-use crate::grpc::socket::octal_mode;
-use crate::quantity;
-use crate::telemetry::role::RoleArgs;
+use telemetry::role::RoleArgs;
 
 /// Maximum bytes of a driver name (CSI GetPluginInfo).
 const MAX_DRIVER_NAME: usize = 63;

@@ -5,13 +5,11 @@ use tonic::{Request, Response, Status};
 
 use super::request::{page, token};
 use super::{Plugin, request, response};
-use crate::backend::{self, Base, BaseFilter, Error, Result, SnapshotPhase, now};
-use crate::grpc::call::note;
-use crate::proto::admin::v1 as admin;
+use crate::status::Answer;
 use admin::base_admin_server::BaseAdmin;
 use admin::set_base_retention_request::Retention as RequestedRetention;
-
-use super::call::{Describe, Subject};
+use grpc::proto::admin::v1 as admin;
+use storage::{Base, BaseFilter, Error, Result, SnapshotPhase, now};
 
 /// Maximum retention of a base: 100 years, so that every client can represent the times.
 const MAX_SECONDS: u64 = 100 * 365 * 86_400;
@@ -33,7 +31,7 @@ impl BaseAdmin for Plugin {
     }
 }
 
-fn list(plugin: &Plugin, req: admin::ListBasesRequest) -> Result<admin::ListBasesResponse, Status> {
+fn list(plugin: &Plugin, req: admin::ListBasesRequest) -> Answer<admin::ListBasesResponse> {
     let volume_id = request::optional_id("volume_id", &req.volume_id)?;
     let target = request::optional_id("target_snapshot_id", &req.target_snapshot_id)?;
     let of = match (volume_id, target) {
@@ -54,8 +52,17 @@ fn list(plugin: &Plugin, req: admin::ListBasesRequest) -> Result<admin::ListBase
     };
     let max = page(request::max_entries(req.max_entries)?);
     let page = plugin.backend.bases(&of, token(&req.starting_token), max)?;
+    let sized = |item: Base| -> Result<admin::Base> {
+        let sizes =
+            if req.include_sizes { plugin.backend.record_sizes(&item.snapshot)? } else { None };
+        Ok(admin::Base {
+            allocated_bytes: sizes.map(|sizes| sizes.allocated),
+            changed_bytes: sizes.and_then(|sizes| sizes.changed),
+            ..base(item)
+        })
+    };
     Ok(admin::ListBasesResponse {
-        bases: page.items.into_iter().map(base).collect(),
+        bases: page.items.into_iter().map(sized).collect::<Result<_>>()?,
         next_token: page.next.unwrap_or_default(),
     })
 }
@@ -63,7 +70,7 @@ fn list(plugin: &Plugin, req: admin::ListBasesRequest) -> Result<admin::ListBase
 fn set_retention(
     plugin: &Plugin,
     req: admin::SetBaseRetentionRequest,
-) -> Result<admin::SetBaseRetentionResponse, Status> {
+) -> Answer<admin::SetBaseRetentionResponse> {
     let id = request::id("snapshot_id", &req.snapshot_id)?;
     let retention = retention(req.retention.as_ref(), now().0)?;
     let kept = plugin.backend.retain_base(id, retention)?;
@@ -71,7 +78,7 @@ fn set_retention(
 }
 
 /// The requested retention; `None` means the driver's default. `now` is in seconds since the epoch.
-fn retention(req: Option<&RequestedRetention>, now: u64) -> Result<Option<backend::Retention>> {
+fn retention(req: Option<&RequestedRetention>, now: u64) -> Result<Option<storage::Retention>> {
     match req {
         None => {
             Err(Error::invalid("retention", "is required: set for_seconds, until or by_default"))
@@ -85,13 +92,13 @@ fn retention(req: Option<&RequestedRetention>, now: u64) -> Result<Option<backen
             Err(Error::invalid("for_seconds", reason))
         }
         Some(RequestedRetention::ForSeconds(seconds)) => {
-            Ok(Some(backend::Retention::For(*seconds)))
+            Ok(Some(storage::Retention::For(*seconds)))
         }
         Some(RequestedRetention::Until(time)) => until(time, now).map(Some),
     }
 }
 
-fn until(time: &Timestamp, now: u64) -> Result<backend::Retention> {
+fn until(time: &Timestamp, now: u64) -> Result<storage::Retention> {
     let is_time = (0..1_000_000_000).contains(&time.nanos);
     let seconds = u64::try_from(time.seconds).ok().filter(|_| is_time);
     match seconds {
@@ -102,7 +109,7 @@ fn until(time: &Timestamp, now: u64) -> Result<backend::Retention> {
         Some(seconds) if seconds - now > MAX_SECONDS => {
             Err(Error::invalid("until", "is more than 100 years away"))
         }
-        Some(seconds) => Ok(backend::Retention::Until(seconds)),
+        Some(seconds) => Ok(storage::Retention::Until(seconds)),
     }
 }
 
@@ -118,33 +125,14 @@ fn base(base: Base) -> admin::Base {
         },
         expires_at: expires_at.map(at),
         retention: snapshot.retention.map(|retention| match retention {
-            backend::Retention::For(seconds) => Retention::ForSeconds(seconds),
-            backend::Retention::Until(time) => Retention::Until(at(time)),
+            storage::Retention::For(seconds) => Retention::ForSeconds(seconds),
+            storage::Retention::Until(time) => Retention::Until(at(time)),
         }),
         snapshot_id: snapshot.id,
         volume_id: snapshot.volume_id,
+        allocated_bytes: None,
+        changed_bytes: None,
     }
-}
-
-impl Describe for admin::ListBasesRequest {
-    fn describe(&self, subject: &mut Subject) {
-        subject.volume_id = note(&self.volume_id);
-        subject.snapshot_id = note(&self.target_snapshot_id);
-    }
-}
-
-impl Describe for admin::SetBaseRetentionRequest {
-    fn describe(&self, subject: &mut Subject) {
-        subject.snapshot_id = note(&self.snapshot_id);
-    }
-}
-
-impl Describe for admin::ListBasesResponse {
-    fn describe(&self, _: &mut Subject) {}
-}
-
-impl Describe for admin::SetBaseRetentionResponse {
-    fn describe(&self, _: &mut Subject) {}
 }
 
 #[cfg(test)]
@@ -157,12 +145,12 @@ mod tests {
         let good = |req: &RequestedRetention| retention(Some(req), 1000).unwrap();
         assert_eq!(good(&RequestedRetention::ByDefault(true)), None);
         for seconds in [0, 1, MAX_SECONDS] {
-            let kept = Some(backend::Retention::For(seconds));
+            let kept = Some(storage::Retention::For(seconds));
             assert_eq!(good(&RequestedRetention::ForSeconds(seconds)), kept);
         }
-        assert_eq!(good(&at(1001, 999_999_999)), Some(backend::Retention::Until(1001)));
+        assert_eq!(good(&at(1001, 999_999_999)), Some(storage::Retention::Until(1001)));
         let last = i64::try_from(1000 + MAX_SECONDS).unwrap();
-        assert_eq!(good(&at(last, 0)), Some(backend::Retention::Until(last.unsigned_abs())));
+        assert_eq!(good(&at(last, 0)), Some(storage::Retention::Until(last.unsigned_abs())));
         for (bad, field) in [
             (None, "retention"),
             (Some(RequestedRetention::ByDefault(false)), "by_default"),

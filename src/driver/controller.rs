@@ -7,14 +7,13 @@ use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
 use super::topology::NodeTopology;
 use super::{Plugin, health, response, snapshot_deltas, status};
-use crate::backend::{
-    Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
-};
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
 use csi::controller_server::Controller;
 use csi::controller_service_capability::{Rpc, Type, rpc};
 use csi::validate_volume_capabilities_response::Confirmed;
 use csi::volume_content_source::Type as ContentSource;
+use grpc::proto::csi::v1 as csi;
+use storage::{Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest};
 
 const CAPABILITIES: [rpc::Type; 14] = [
     rpc::Type::CreateDeleteVolume,
@@ -163,7 +162,7 @@ impl Controller for Plugin {
     ) -> Result<Response<csi::ListSnapshotDeltasResponse>, Status> {
         let plugin = self.clone();
         // `snapshot_deltas` injects faults itself, as the streams do.
-        let list = move |req| snapshot_deltas::list(&plugin, &req);
+        let list = move |req| snapshot_deltas::list(&plugin, &req).map_err(status::of);
         self.calls.unary(snapshot_deltas::METHOD, request, list).await
     }
 }
@@ -173,7 +172,7 @@ impl Controller for Plugin {
 fn capabilities(
     plugin: &Plugin,
     _: csi::ControllerGetCapabilitiesRequest,
-) -> Result<csi::ControllerGetCapabilitiesResponse, Status> {
+) -> Answer<csi::ControllerGetCapabilitiesResponse> {
     let deltas = plugin.snapshot_deltas.then_some(rpc::Type::ListBlockSnapshotDeltas);
     let capability = |rpc: rpc::Type| csi::ControllerServiceCapability {
         r#type: Some(Type::Rpc(Rpc { r#type: rpc.into() })),
@@ -185,7 +184,7 @@ fn capabilities(
 fn create_volume(
     plugin: &Plugin,
     req: csi::CreateVolumeRequest,
-) -> Result<csi::CreateVolumeResponse, Status> {
+) -> Answer<csi::CreateVolumeResponse> {
     let args = create_volume_args(&plugin.topology, &req)?;
     if let Some(Source::Snapshot(id)) = &args.request.source {
         plugin.faults.check_ready(&plugin.backend, [id.as_str()])?;
@@ -194,7 +193,7 @@ fn create_volume(
     Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&created, &plugin.topology)) })
 }
 
-pub(crate) fn create_volume_args(
+pub fn create_volume_args(
     topology: &NodeTopology,
     req: &csi::CreateVolumeRequest,
 ) -> Checked<CreateVolume> {
@@ -239,7 +238,7 @@ fn content_source(source: &csi::VolumeContentSource) -> Checked<Source> {
 fn delete_volume(
     plugin: &Plugin,
     req: csi::DeleteVolumeRequest,
-) -> Result<csi::DeleteVolumeResponse, Status> {
+) -> Answer<csi::DeleteVolumeResponse> {
     plugin.backend.delete_volume(request::id("volume_id", &req.volume_id)?)?;
     Ok(csi::DeleteVolumeResponse {})
 }
@@ -248,7 +247,7 @@ fn delete_volume(
 fn validate_volume_capabilities(
     plugin: &Plugin,
     req: csi::ValidateVolumeCapabilitiesRequest,
-) -> Result<csi::ValidateVolumeCapabilitiesResponse, Status> {
+) -> Answer<csi::ValidateVolumeCapabilitiesResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     if req.volume_capabilities.is_empty() {
         return Err(Error::invalid("volume_capabilities", "is required").into());
@@ -291,17 +290,14 @@ fn objection(
         )));
     }
     let checks = [
-        request::volume_context(&req.volume_context).map(drop),
+        request::volume_context(&req.volume_context),
         request::parameters(&req.parameters).map(drop),
         request::mutable_parameters(&req.mutable_parameters).map(drop),
     ];
     Ok(checks.into_iter().find_map(Result::err).map(|error| error.to_string()))
 }
 
-fn list_volumes(
-    plugin: &Plugin,
-    req: csi::ListVolumesRequest,
-) -> Result<csi::ListVolumesResponse, Status> {
+fn list_volumes(plugin: &Plugin, req: csi::ListVolumesRequest) -> Answer<csi::ListVolumesResponse> {
     let max = request::page(request::max_entries(req.max_entries)?);
     let token = request::token(&req.starting_token);
     let page = plugin.backend.volumes_with_conditions(token, max)?;
@@ -316,10 +312,7 @@ fn list_volumes(
     Ok(csi::ListVolumesResponse { entries, next_token: page.next.unwrap_or_default() })
 }
 
-fn get_capacity(
-    plugin: &Plugin,
-    req: csi::GetCapacityRequest,
-) -> Result<csi::GetCapacityResponse, Status> {
+fn get_capacity(plugin: &Plugin, req: csi::GetCapacityRequest) -> Answer<csi::GetCapacityResponse> {
     request::parameters(&req.parameters)?;
     let here = req.accessible_topology.as_ref().is_none_or(|one| plugin.topology.is_in(one));
     if !here || !is_supported(&req.volume_capabilities)? {
@@ -353,7 +346,7 @@ fn is_supported(capabilities: &[csi::VolumeCapability]) -> Checked<bool> {
 fn expand_volume(
     plugin: &Plugin,
     req: csi::ControllerExpandVolumeRequest,
-) -> Result<csi::ControllerExpandVolumeResponse, Status> {
+) -> Answer<csi::ControllerExpandVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     if req.capacity_range.is_none() {
         return Err(Error::invalid("capacity_range", "is required").into());
@@ -372,7 +365,7 @@ fn expand_volume(
 fn get_volume(
     plugin: &Plugin,
     req: csi::ControllerGetVolumeRequest,
-) -> Result<csi::ControllerGetVolumeResponse, Status> {
+) -> Answer<csi::ControllerGetVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let volume = plugin.backend.volume(id)?;
     let condition = plugin.backend.volume_condition(id)?;
@@ -390,7 +383,7 @@ fn get_volume(
 fn modify_volume(
     plugin: &Plugin,
     req: csi::ControllerModifyVolumeRequest,
-) -> Result<csi::ControllerModifyVolumeResponse, Status> {
+) -> Answer<csi::ControllerModifyVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     plugin.backend.modify_volume(id, request::mutable_parameters(&req.mutable_parameters)?)?;
     Ok(csi::ControllerModifyVolumeResponse {})

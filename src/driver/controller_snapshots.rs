@@ -1,16 +1,15 @@
 //! The snapshot RPCs of the CSI Controller service.
 
-use tonic::Status;
-
 use super::request::{page, token};
 use super::{Plugin, request, response};
-use crate::backend::SnapshotFilter;
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
+use grpc::proto::csi::v1 as csi;
+use storage::SnapshotFilter;
 
 pub fn create(
     plugin: &Plugin,
     req: csi::CreateSnapshotRequest,
-) -> Result<csi::CreateSnapshotResponse, Status> {
+) -> Answer<csi::CreateSnapshotResponse> {
     let name = request::name(&req.name)?;
     let volume_id = request::id("source_volume_id", &req.source_volume_id)?;
     request::keys("parameters", &req.parameters, &[])?;
@@ -22,15 +21,12 @@ pub fn create(
 pub fn delete(
     plugin: &Plugin,
     req: csi::DeleteSnapshotRequest,
-) -> Result<csi::DeleteSnapshotResponse, Status> {
+) -> Answer<csi::DeleteSnapshotResponse> {
     plugin.backend.delete_snapshot(request::id("snapshot_id", &req.snapshot_id)?)?;
     Ok(csi::DeleteSnapshotResponse {})
 }
 
-pub fn list(
-    plugin: &Plugin,
-    req: csi::ListSnapshotsRequest,
-) -> Result<csi::ListSnapshotsResponse, Status> {
+pub fn list(plugin: &Plugin, req: csi::ListSnapshotsRequest) -> Answer<csi::ListSnapshotsResponse> {
     let some = |id: &str| (!id.is_empty()).then(|| id.to_owned());
     let filter = SnapshotFilter {
         snapshot_id: some(request::optional_id("snapshot_id", &req.snapshot_id)?),
@@ -47,10 +43,7 @@ pub fn list(
     })
 }
 
-pub fn get(
-    plugin: &Plugin,
-    req: csi::GetSnapshotRequest,
-) -> Result<csi::GetSnapshotResponse, Status> {
+pub fn get(plugin: &Plugin, req: csi::GetSnapshotRequest) -> Answer<csi::GetSnapshotResponse> {
     let found = plugin.backend.snapshot(request::id("snapshot_id", &req.snapshot_id)?)?;
     Ok(csi::GetSnapshotResponse { snapshot: Some(response::snapshot(&found, plugin)) })
 }

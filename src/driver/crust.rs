@@ -19,16 +19,17 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Request, Response, Status};
 
 use super::response;
-use crate::backend::{
-    Condition, DeferredMount, Error, GroupPolicy, HealthProblem, Result, Runtime, RuntimeStats,
-    Usage,
-};
-use crate::grpc::{MAX_MESSAGE, SocketPath, code_name, truncate};
-use crate::proto::crust;
+use common::text::{MAX_MESSAGE, truncate};
 use crust::runtime_client::RuntimeClient;
 use crust::volume_group_change_policy::Policy;
 use crust::volume_type::Type;
 use crust::volume_usage::Unit;
+use grpc::proto::crust;
+use grpc::{SocketPath, code_name};
+use storage::{
+    Condition, DeferredMount, Error, GroupPolicy, HealthProblem, Result, Runtime, RuntimeStats,
+    Usage,
+};
 
 type Client = RuntimeClient<Channel>;
 

@@ -1,7 +1,7 @@
 use super::*;
-use crate::backend::{Deferral, FsType};
 use std::os::unix::net::UnixListener;
 use std::thread;
+use storage::{Deferral, FsType};
 
 /// A client with its own socket and tokio runtime.
 struct Scene {

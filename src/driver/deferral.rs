@@ -10,11 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::request;
-use crate::backend::{Access, AccessMode, Backend, Capability, Deferral, Error, Result as Checked};
-use crate::inline::REMOVED_DEFER_FS_MOUNT;
-use crate::proto::csi::v1 as csi;
-use crate::telemetry::metrics::Metrics;
 use csi::volume_capability::AccessType;
+use grpc::proto::csi::v1 as csi;
+use storage::{Access, AccessMode, Backend, Capability, Deferral, Error, Result as Checked};
+use telemetry::metrics::Metrics;
 
 /// The flag that enables deferral.
 const FLAG: &str = "--enable-defer-fs-ops";
@@ -95,16 +94,6 @@ fn supplemental(capability: Option<&csi::VolumeCapability>) -> Checked<Option<De
         }
         _ => Ok(None),
     }
-}
-
-/// The error for a volume that an earlier version created as deferred and that is published without
-/// deferral.
-pub fn not_on_this_host() -> Error {
-    Error::Precondition(format!(
-        "volume_context: {REMOVED_DEFER_FS_MOUNT}: an earlier version created the volume for container runtimes only, and the \
-         key no longer has an effect; name the volume in the pod's annotation cbt.storage.k8s.io/defer-fs-mount, or copy \
-         the data to a claim of another StorageClass"
-    ))
 }
 
 /// Whether deferral is enabled on this node, and the count of deferred publications.

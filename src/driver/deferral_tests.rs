@@ -1,7 +1,7 @@
 use super::*;
-use crate::backend::GroupPolicy;
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode as WireMode, BlockVolume, MountVolume};
+use storage::GroupPolicy;
 
 const PERSISTENT: Volume = Volume::Persistent;
 

@@ -6,8 +6,8 @@
 
 use prost::encoding::{WireType, encode_key, encode_varint};
 
-use crate::backend::Extent;
-use crate::grpc::RawMessage;
+use grpc::RawMessage;
+use storage::Extent;
 
 /// Maximum bytes of an extent: two keys, two lengths, two numbers below 2^63.
 const LARGEST: usize = 2 + 2 * (1 + 9);
@@ -25,20 +25,20 @@ const fn key(field: u8, wire_type: WireType) -> u8 {
 
 /// The fields at the start of each message: type and capacity.
 #[derive(Clone)]
-pub struct Header(Vec<u8>);
+pub struct Preamble(Vec<u8>);
 
-impl Header {
+impl Preamble {
     /// `kind` is the API's number of the block metadata type.
     pub fn new(kind: i32, capacity_bytes: u64) -> Self {
-        let mut header = Vec::new();
+        let mut preamble = Vec::new();
         for (field, value) in [(1, u64::from(kind.unsigned_abs())), (2, capacity_bytes)] {
             // Protobuf omits zeros.
             if value > 0 {
-                encode_key(field, WireType::Varint, &mut header);
-                encode_varint(value, &mut header);
+                encode_key(field, WireType::Varint, &mut preamble);
+                encode_varint(value, &mut preamble);
             }
         }
-        Self(header)
+        Self(preamble)
     }
 
     /// An empty message with capacity for `extents`, or for some thousands: it grows.
@@ -100,8 +100,8 @@ mod tests {
     use prost::Message;
 
     use super::*;
-    use crate::proto::csi::v1 as csi;
-    use crate::proto::snapshotsession as session;
+    use grpc::proto::csi::v1 as csi;
+    use grpc::proto::snapshotsession as session;
 
     proptest! {
         #[test]
@@ -110,7 +110,7 @@ mod tests {
             extents in prop::collection::vec((0..=i64::MAX as u64, 0..=i64::MAX as u64), 0..50),
         ) {
             let frame = |kind| {
-                let mut frame = Header::new(kind, capacity).begin(extents.len());
+                let mut frame = Preamble::new(kind, capacity).begin(extents.len());
                 for &(offset, length) in &extents {
                     frame.push(Extent { offset, length });
                 }

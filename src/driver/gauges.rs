@@ -9,7 +9,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
 use super::response;
-use crate::backend::{Backend, Result};
+use storage::{Backend, Result};
 
 /// Name, help and value. There are no labels, so clients cannot create new series.
 type Gauge = (&'static str, &'static str, u64);
@@ -22,9 +22,10 @@ impl Gauges {
         Self(backend)
     }
 
-    fn capacity(&self) -> Result<[Gauge; 3]> {
+    fn capacity(&self) -> Result<[Gauge; 4]> {
         let capacity = self.0.capacity()?;
         Ok([
+            ("pool_total_bytes", "Size of the pool's filesystem", self.0.pool_room()?.total),
             (
                 "pool_available_bytes",
                 "Bytes that can be written before the pool is full",
@@ -59,6 +60,31 @@ impl Gauges {
             count,
         );
         Ok([count].into_iter().chain(first))
+    }
+
+    /// The times are missing while no volume has had a snapshot.
+    fn snapshots(&self) -> Result<impl Iterator<Item = Gauge>> {
+        let times = self.0.snapshot_times()?;
+        let newest = times.newest.map(|time| {
+            (
+                "newest_snapshot_timestamp_seconds",
+                "Time at which the newest snapshot was taken",
+                time,
+            )
+        });
+        let stalest = times.stalest.map(|time| {
+            (
+                "stalest_volume_snapshot_timestamp_seconds",
+                "Time of the newest snapshot of the volume that has waited longest for another",
+                time,
+            )
+        });
+        let without = (
+            "volumes_without_snapshot",
+            "Volumes that have had no snapshot",
+            times.volumes_without,
+        );
+        Ok([without].into_iter().chain(newest).chain(stalest))
     }
 
     fn growth(&self) -> Result<[Gauge; 1]> {
@@ -98,8 +124,10 @@ impl Collector for Gauges {
         let capacity = self.capacity().into_iter().flatten();
         let inline = self.inline().into_iter().flatten();
         let bases = self.bases().into_iter().flatten();
+        let snapshots = self.snapshots().into_iter().flatten();
         let growth = self.growth().into_iter().flatten();
-        for (name, help, value) in capacity.chain(inline).chain(bases).chain(growth) {
+        let volumes = bases.chain(snapshots).chain(growth);
+        for (name, help, value) in capacity.chain(inline).chain(volumes) {
             let gauge = ConstGauge::new(response::bytes(value));
             gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }

@@ -3,10 +3,11 @@
 use tonic::{Request, Response, Status};
 
 use super::{Plugin, request, response};
-use crate::backend::{Error, Result as Checked};
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
 use csi::group_controller_server::GroupController;
 use csi::group_controller_service_capability::{Rpc, Type, rpc};
+use grpc::proto::csi::v1 as csi;
+use storage::{Error, Result as Checked};
 
 #[tonic::async_trait]
 impl GroupController for Plugin {
@@ -48,7 +49,7 @@ fn capabilities() -> csi::GroupControllerGetCapabilitiesResponse {
 fn create(
     plugin: &Plugin,
     req: csi::CreateVolumeGroupSnapshotRequest,
-) -> Result<csi::CreateVolumeGroupSnapshotResponse, Status> {
+) -> Answer<csi::CreateVolumeGroupSnapshotResponse> {
     let name = request::name(&req.name)?;
     let volume_ids = members(&req.source_volume_ids)?;
     request::keys("parameters", &req.parameters, &[])?;
@@ -59,7 +60,7 @@ fn create(
 }
 
 /// Checks the volumes of a new group: at least one, each named once.
-pub(crate) fn members(volume_ids: &[String]) -> Checked<&[String]> {
+pub fn members(volume_ids: &[String]) -> Checked<&[String]> {
     const FIELD: &str = "source_volume_ids";
     if volume_ids.is_empty() {
         return Err(Error::invalid(FIELD, "is required"));
@@ -80,7 +81,7 @@ fn ids<'a>(field: &'static str, ids: &'a [String]) -> Checked<&'a [String]> {
 fn delete(
     plugin: &Plugin,
     req: csi::DeleteVolumeGroupSnapshotRequest,
-) -> Result<csi::DeleteVolumeGroupSnapshotResponse, Status> {
+) -> Answer<csi::DeleteVolumeGroupSnapshotResponse> {
     let id = request::id("group_snapshot_id", &req.group_snapshot_id)?;
     plugin.backend.delete_group(id, ids("snapshot_ids", &req.snapshot_ids)?)?;
     Ok(csi::DeleteVolumeGroupSnapshotResponse {})
@@ -89,7 +90,7 @@ fn delete(
 fn get(
     plugin: &Plugin,
     req: csi::GetVolumeGroupSnapshotRequest,
-) -> Result<csi::GetVolumeGroupSnapshotResponse, Status> {
+) -> Answer<csi::GetVolumeGroupSnapshotResponse> {
     let id = request::id("group_snapshot_id", &req.group_snapshot_id)?;
     let found = plugin.backend.group(id, ids("snapshot_ids", &req.snapshot_ids)?)?;
     Ok(csi::GetVolumeGroupSnapshotResponse {

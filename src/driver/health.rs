@@ -3,21 +3,20 @@
 
 use std::path::Path;
 
-use tonic::Status;
-
 use super::request::{MAX_ENTRIES, page, token};
 use super::{Plugin, request};
-use crate::backend::{Condition, HealthProblem};
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
 use csi::node_get_storage_health_response::StorageBackendHealth;
 use csi::volume_health::VolumeHealthEntry;
 use csi::{StorageHealthErrorType, VolumeHealthErrorType};
+use grpc::proto::csi::v1 as csi;
+use storage::{Condition, HealthProblem};
 
 /// ControllerGetVolumeHealth.
 pub fn get_volume(
     plugin: &Plugin,
     req: csi::ControllerGetVolumeHealthRequest,
-) -> Result<csi::ControllerGetVolumeHealthResponse, Status> {
+) -> Answer<csi::ControllerGetVolumeHealthResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     // Controller calls exclude inline volumes.
     let volume = plugin.backend.volume(id)?;
@@ -30,7 +29,7 @@ pub fn get_volume(
 pub fn list(
     plugin: &Plugin,
     req: csi::ControllerListVolumeHealthRequest,
-) -> Result<csi::ControllerListVolumeHealthResponse, Status> {
+) -> Answer<csi::ControllerListVolumeHealthResponse> {
     let max = page(request::max_entries(req.max_entries)?);
     let all = plugin.backend.volumes_with_conditions(token(&req.starting_token), MAX_ENTRIES)?;
     let conditions = all.items.into_iter().map(|(volume, condition)| (volume.id, condition));
@@ -58,7 +57,7 @@ fn abnormal_page(
 pub fn node_get_volume(
     plugin: &Plugin,
     req: csi::NodeGetVolumeHealthRequest,
-) -> Result<csi::NodeGetVolumeHealthResponse, Status> {
+) -> Answer<csi::NodeGetVolumeHealthResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let path = match req.volume_publish_path.as_str() {
         "" => Path::new(&req.staging_target_path),
@@ -76,7 +75,7 @@ pub fn node_get_volume(
 pub fn node_get_storage(
     plugin: &Plugin,
     _: csi::NodeGetStorageHealthRequest,
-) -> Result<csi::NodeGetStorageHealthResponse, Status> {
+) -> Answer<csi::NodeGetStorageHealthResponse> {
     let Condition { problem, message } = plugin.backend.pool_condition()?;
     let backend = problem.map(|problem| {
         let (status, reason) = status_and_reason(problem);
@@ -131,7 +130,7 @@ fn status_and_reason(problem: HealthProblem) -> (VolumeHealthErrorType, &'static
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::documented::{row, rows};
+    use common::documented::{row, rows};
 
     const ALL: [HealthProblem; 14] = [
         HealthProblem::PoolShutDown,

@@ -5,15 +5,16 @@ use std::collections::HashMap;
 use tonic::{Request, Response, Status};
 
 use super::Plugin;
-use crate::backend::Error;
-use crate::proto::csi::v1::identity_server::Identity;
-use crate::proto::csi::v1::plugin_capability::{
+use crate::status::Answer;
+use grpc::proto::csi::v1::identity_server::Identity;
+use grpc::proto::csi::v1::plugin_capability::{
     Service, Type, VolumeExpansion, service, volume_expansion,
 };
-use crate::proto::csi::v1::{
+use grpc::proto::csi::v1::{
     GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
     GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse,
 };
+use storage::Error;
 
 const SERVICES: [service::Type; 5] = [
     service::Type::ControllerService,
@@ -47,7 +48,7 @@ impl Identity for Plugin {
     }
 }
 
-fn plugin_info(plugin: &Plugin, _: GetPluginInfoRequest) -> Result<GetPluginInfoResponse, Status> {
+fn plugin_info(plugin: &Plugin, _: GetPluginInfoRequest) -> Answer<GetPluginInfoResponse> {
     Ok(GetPluginInfoResponse {
         name: plugin.driver_name.clone(),
         vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -64,7 +65,7 @@ fn manifest(plugin: &Plugin) -> HashMap<String, String> {
 fn plugin_capabilities(
     _: &Plugin,
     _: GetPluginCapabilitiesRequest,
-) -> Result<GetPluginCapabilitiesResponse, Status> {
+) -> Answer<GetPluginCapabilitiesResponse> {
     let services = SERVICES.map(|service| Type::Service(Service { r#type: service.into() }));
     let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
     let capabilities = services
@@ -76,7 +77,7 @@ fn plugin_capabilities(
 }
 
 /// CSI Probe: FAILED_PRECONDITION means that the plugin is not healthy, for any reason.
-fn probe(plugin: &Plugin, _: ProbeRequest) -> Result<ProbeResponse, Status> {
+fn probe(plugin: &Plugin, _: ProbeRequest) -> Answer<ProbeResponse> {
     let health = plugin.backend.healthy();
     health.map_err(|error| Error::Precondition(format!("the driver is not healthy: {error}")))?;
     Ok(ProbeResponse { ready: Some(true) })

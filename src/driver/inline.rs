@@ -7,14 +7,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use tonic::Status;
-
 use super::{Plugin, deferral, request};
-use crate::backend::{Access, Content, Error, InlineRequest, PublishInline, SectorSize};
-use crate::backend::{Capability, Result as Checked};
-use crate::grpc::truncate;
-use crate::inline::{self, Attributes};
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
+use common::inline::{self, Attributes};
+use common::text::truncate;
+use grpc::proto::csi::v1 as csi;
+use storage::{Access, Content, Error, InlineRequest, PublishInline, SectorSize};
+use storage::{Capability, Result as Checked};
 
 /// Maximum bytes of a secret's key in an error.
 const MAX_SHOWN: usize = 128;
@@ -23,7 +22,7 @@ const MAX_SHOWN: usize = 128;
 pub fn publish(
     plugin: &Plugin,
     req: csi::NodePublishVolumeRequest,
-) -> Result<csi::NodePublishVolumeResponse, Status> {
+) -> Answer<csi::NodePublishVolumeResponse> {
     let handle = request::id("volume_id", &req.volume_id)?;
     let target = plugin.node_path("target_path", &req.target_path)?;
     request::keys("publish_context", &req.publish_context, &[])?;

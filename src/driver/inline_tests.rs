@@ -115,8 +115,6 @@ fn an_inline_volume_can_be_deferred_in_any_mode() {
         assert!(request.deferred.is_some() && !request.read_only_content, "{req:?}");
     }
     assert_eq!(inline_request(&sized).unwrap().0.deferred, None);
-    let (field, message) = refusal(&publish_request(&[("deferFSMount", "true")], &[]));
-    assert!(field == "volume_context" && message.contains("defer-fs-mount"), "{message}");
 }
 
 #[test]

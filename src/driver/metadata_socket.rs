@@ -11,11 +11,11 @@ use tonic::transport::Server;
 use tonic::transport::server::Router;
 
 use super::Plugin;
-use crate::grpc::reflection;
-use crate::proto::csi::v1::controller_server::ControllerServer;
-use crate::proto::csi::v1::identity_server::IdentityServer;
-use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
-use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
+use grpc::proto::csi::v1::controller_server::ControllerServer;
+use grpc::proto::csi::v1::identity_server::IdentityServer;
+use grpc::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
+use grpc::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
+use grpc::reflection;
 
 /// The services of the socket, as reflection lists them.
 const SERVICES: [&str; 4] = [

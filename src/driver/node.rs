@@ -6,10 +6,11 @@ use tonic::{Request, Response, Status};
 
 use super::target_root::TargetRoot;
 use super::{Plugin, deferral, health, inline, request, response};
-use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
+use grpc::proto::csi::v1 as csi;
+use storage::{Capability, Error, Publication, Result as Checked, Stats};
 
 const CAPABILITIES: [rpc::Type; 8] = [
     rpc::Type::StageUnstageVolume,
@@ -108,7 +109,7 @@ impl Node for Plugin {
 fn capabilities(
     plugin: &Plugin,
     _: csi::NodeGetCapabilitiesRequest,
-) -> Result<csi::NodeGetCapabilitiesResponse, Status> {
+) -> Answer<csi::NodeGetCapabilitiesResponse> {
     let deferral = DEFERRAL.iter().filter(|_| plugin.deferrals.is_enabled());
     let capability = |rpc: &rpc::Type| csi::NodeServiceCapability {
         r#type: Some(Type::Rpc(Rpc { r#type: (*rpc).into() })),
@@ -117,7 +118,7 @@ fn capabilities(
     Ok(csi::NodeGetCapabilitiesResponse { capabilities })
 }
 
-fn info(plugin: &Plugin, _: csi::NodeGetInfoRequest) -> Result<csi::NodeGetInfoResponse, Status> {
+fn info(plugin: &Plugin, _: csi::NodeGetInfoRequest) -> Answer<csi::NodeGetInfoResponse> {
     Ok(csi::NodeGetInfoResponse {
         node_id: plugin.topology.node_id().to_owned(),
         max_volumes_per_node: 0,
@@ -128,7 +129,7 @@ fn info(plugin: &Plugin, _: csi::NodeGetInfoRequest) -> Result<csi::NodeGetInfoR
 fn stage(
     plugin: &Plugin,
     req: csi::NodeStageVolumeRequest,
-) -> Result<csi::NodeStageVolumeResponse, Status> {
+) -> Answer<csi::NodeStageVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let staging = plugin.node_path("staging_target_path", &req.staging_target_path)?;
     let capability = capability(req.volume_capability.as_ref())?;
@@ -145,7 +146,7 @@ fn capability(capability: Option<&csi::VolumeCapability>) -> Checked<Capability>
 fn unstage(
     plugin: &Plugin,
     req: csi::NodeUnstageVolumeRequest,
-) -> Result<csi::NodeUnstageVolumeResponse, Status> {
+) -> Answer<csi::NodeUnstageVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let staging = request::path("staging_target_path", &req.staging_target_path)?;
     plugin.backend.unstage(id, &staging)?;
@@ -155,14 +156,14 @@ fn unstage(
 fn publish(
     plugin: &Plugin,
     req: csi::NodePublishVolumeRequest,
-) -> Result<csi::NodePublishVolumeResponse, Status> {
+) -> Answer<csi::NodePublishVolumeResponse> {
     if request::is_inline(&req.volume_context)? {
         return inline::publish(plugin, req);
     }
     let id = request::id("volume_id", &req.volume_id)?;
     let target = plugin.node_path("target_path", &req.target_path)?;
     let capability = capability(req.volume_capability.as_ref())?;
-    let was_deferred = request::volume_context(&req.volume_context)?;
+    request::volume_context(&req.volume_context)?;
     request::keys("publish_context", &req.publish_context, &[])?;
     // CSI NodePublishVolume: with STAGE_UNSTAGE_VOLUME a missing path is a missing stage.
     if req.staging_target_path.is_empty() {
@@ -173,9 +174,6 @@ fn publish(
     // Report a missing volume before other errors.
     plugin.backend.volume(id)?;
     let deferred = deferral::from_publish(&req, &capability, deferral::Volume::Persistent)?;
-    if was_deferred && deferred.is_none() && matches!(capability.access, Access::Mount { .. }) {
-        return Err(deferral::not_on_this_host().into());
-    }
     let publication = Publication { capability, readonly: req.readonly, deferred };
     plugin.deferrals.publish(&plugin.backend, &req, deferred, || {
         plugin.backend.publish(id, &staging, &target, &publication)
@@ -186,7 +184,7 @@ fn publish(
 fn unpublish(
     plugin: &Plugin,
     req: csi::NodeUnpublishVolumeRequest,
-) -> Result<csi::NodeUnpublishVolumeResponse, Status> {
+) -> Answer<csi::NodeUnpublishVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let target = request::path("target_path", &req.target_path)?;
     // A volume that was published before `--target-root` changed can be unpublished. At any other
@@ -204,7 +202,7 @@ fn unpublish(
 fn stats(
     plugin: &Plugin,
     req: csi::NodeGetVolumeStatsRequest,
-) -> Result<csi::NodeGetVolumeStatsResponse, Status> {
+) -> Answer<csi::NodeGetVolumeStatsResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let path = request::volume_path("volume_path", &req.volume_path)?;
     check_deferred(plugin, req.defer_fs_ops, id, &path)?;
@@ -233,7 +231,7 @@ fn check_deferred(plugin: &Plugin, defer_fs_ops: bool, id: &str, path: &Path) ->
 fn expand(
     plugin: &Plugin,
     req: csi::NodeExpandVolumeRequest,
-) -> Result<csi::NodeExpandVolumeResponse, Status> {
+) -> Answer<csi::NodeExpandVolumeResponse> {
     let id = request::id("volume_id", &req.volume_id)?;
     let path = request::volume_path("volume_path", &req.volume_path)?;
     let range = request::capacity_range(req.capacity_range.as_ref())?;

@@ -3,10 +3,10 @@
 use tonic::{Request, Response, Status};
 
 use super::Plugin;
-use super::call::{Describe, Subject};
-use crate::backend::{Error, PoolStatus};
-use crate::proto::admin::v1 as admin;
+use crate::status::Answer;
 use admin::pool_admin_server::PoolAdmin;
+use grpc::proto::admin::v1 as admin;
+use storage::{Error, PoolStatus};
 
 #[tonic::async_trait]
 impl PoolAdmin for Plugin {
@@ -25,14 +25,11 @@ impl PoolAdmin for Plugin {
     }
 }
 
-fn get_pool(plugin: &Plugin, _: admin::GetPoolRequest) -> Result<admin::GetPoolResponse, Status> {
+fn get_pool(plugin: &Plugin, _: admin::GetPoolRequest) -> Answer<admin::GetPoolResponse> {
     Ok(admin::GetPoolResponse { pool: Some(pool(plugin.backend.pool_status()?)) })
 }
 
-fn grow_pool(
-    plugin: &Plugin,
-    request: admin::GrowPoolRequest,
-) -> Result<admin::GrowPoolResponse, Status> {
+fn grow_pool(plugin: &Plugin, request: admin::GrowPoolRequest) -> Answer<admin::GrowPoolResponse> {
     let admin::GrowPoolRequest { size_bytes } = request;
     // File sizes are int64.
     if size_bytes == 0 || i64::try_from(size_bytes).is_err() {
@@ -64,13 +61,3 @@ fn pool(status: PoolStatus) -> admin::Pool {
         message: condition.message,
     }
 }
-
-macro_rules! describe_nothing {
-    ($($message:ident)*) => {$(
-        impl Describe for admin::$message {
-            fn describe(&self, _: &mut Subject) {}
-        }
-    )*};
-}
-
-describe_nothing! { GetPoolRequest GetPoolResponse GrowPoolRequest GrowPoolResponse }

@@ -6,15 +6,14 @@
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
-use crate::backend::{
+use common::text::truncate;
+use csi::volume_capability::access_mode::Mode;
+use csi::volume_capability::{AccessType, MountVolume};
+use grpc::proto::csi::v1 as csi;
+use storage::{
     Access, AccessMode, Capability, Deferral, Error, FsType, GroupPolicy, ModifyVolume, Precision,
     Result, SectorSize,
 };
-use crate::grpc::truncate;
-use crate::inline::{DEFER_BY_ANNOTATION, REMOVED_DEFER_FS_MOUNT};
-use crate::proto::csi::v1 as csi;
-use csi::volume_capability::access_mode::Mode;
-use csi::volume_capability::{AccessType, MountVolume};
 
 /// Maximum bytes of most strings (CSI "Size limits").
 const MAX_STRING: usize = 128;
@@ -296,9 +295,6 @@ pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) 
     // The first in order, so that the error is deterministic.
     match map.keys().filter(|key| !expected(key)).min() {
         None => Ok(()),
-        Some(key) if key == REMOVED_DEFER_FS_MOUNT => {
-            Err(Error::invalid(field, format!("{key} {DEFER_BY_ANNOTATION}")))
-        }
         Some(key) => {
             let shown = truncate(key, MAX_SHOWN);
             Err(Error::invalid(field, format!("unknown key {shown:?}")))
@@ -311,17 +307,15 @@ pub fn is_inline(context: &HashMap<String, String>) -> Result<bool> {
     Ok(boolean("volume_context", context, EPHEMERAL_KEY)?.unwrap_or_default())
 }
 
-/// Checks the context of a node call for a persistent volume. Returns whether an earlier version
-/// created the volume as deferred: a PersistentVolume keeps the parameters of its StorageClass.
-pub fn volume_context(context: &HashMap<String, String>) -> Result<bool> {
+/// Checks the context of a node call for a persistent volume.
+pub fn volume_context(context: &HashMap<String, String>) -> Result<()> {
     if is_inline(context)? {
         return Err(Error::invalid(
             "volume_context",
             format!("{EPHEMERAL_KEY}: an inline volume must not be staged; publish it"),
         ));
     }
-    keys("volume_context", context, &[REMOVED_DEFER_FS_MOUNT, SECTOR_SIZE])?;
-    Ok(boolean("volume_context", context, REMOVED_DEFER_FS_MOUNT)?.unwrap_or_default())
+    keys("volume_context", context, &[SECTOR_SIZE])
 }
 
 /// The change tracking settings and the sector size in the parameters. Checks all keys.

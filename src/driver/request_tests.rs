@@ -189,30 +189,6 @@ fn parameters_have_the_documented_values() {
 }
 
 #[test]
-fn the_removed_parameter_error_names_the_annotation() {
-    for value in ["true", "false", "1"] {
-        let map = map(&[("deferFSMount", value)]);
-        for (field, error) in [
-            ("parameters", message(parameters(&map))),
-            ("mutable_parameters", message(mutable_parameters(&map))),
-        ] {
-            assert!(error.starts_with(&format!("{field}: deferFSMount was removed")), "{error}");
-            assert!(error.contains("cbt.storage.k8s.io/defer-fs-mount"), "{error}");
-        }
-    }
-}
-
-#[test]
-fn the_context_marks_volumes_deferred_by_an_earlier_version() {
-    let deferred = |pairs: &[(&str, &str)]| volume_context(&map(pairs));
-    assert!(!deferred(&[]).unwrap() && !deferred(&[("deferFSMount", "false")]).unwrap());
-    assert!(deferred(&[("deferFSMount", "true")]).unwrap());
-    assert!(
-        message(deferred(&[("deferFSMount", "1")])).starts_with("volume_context: deferFSMount")
-    );
-}
-
-#[test]
 fn a_page_is_bounded_by_the_message_size() {
     assert_eq!((page(0), page(7), page(usize::MAX)), (MAX_ENTRIES, 7, MAX_ENTRIES));
 }

@@ -7,10 +7,10 @@ use prost_types::Timestamp;
 use super::Plugin;
 use super::request::SECTOR_SIZE;
 use super::topology::NodeTopology;
-use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
-use crate::proto::csi::v1 as csi;
 use csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
 use csi::volume_usage::Unit;
+use grpc::proto::csi::v1 as csi;
+use storage::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
 
 /// Bytes as the wire's int64. Volume sizes end at 64 TiB; a larger number saturates instead of
 /// becoming negative.

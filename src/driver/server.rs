@@ -11,28 +11,29 @@ use tonic::transport::Server;
 
 use super::Plugin;
 use super::args::Args;
-use super::call::Calls;
 use super::deferral::Deferrals;
 use super::fault::Faults;
 use super::gauges::Gauges;
 use super::metadata_socket;
 use super::target_root::TargetRoot;
 use super::topology::NodeTopology;
-use crate::backend::{self, Backend, Config, FreezeGuard};
-use crate::grpc::{reflection, serve, socket};
-use crate::proto::admin::v1::base_admin_server::BaseAdminServer;
-use crate::proto::admin::v1::pool_admin_server::PoolAdminServer;
-use crate::proto::admin::v1::volume_admin_server::VolumeAdminServer;
-use crate::proto::csi::v1::controller_server::ControllerServer;
-use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
-use crate::proto::csi::v1::identity_server::IdentityServer;
-use crate::proto::csi::v1::node_server::NodeServer;
-use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
-use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
-use crate::telemetry::http::{self, HealthCheck, Pages};
-use crate::telemetry::metrics::Metrics;
-use crate::telemetry::periodic;
-use crate::telemetry::shutdown::Shutdown;
+use grpc::call::Calls;
+use grpc::proto::admin::v1::base_admin_server::BaseAdminServer;
+use grpc::proto::admin::v1::pool_admin_server::PoolAdminServer;
+use grpc::proto::admin::v1::volume_admin_server::VolumeAdminServer;
+use grpc::proto::csi::v1::controller_server::ControllerServer;
+use grpc::proto::csi::v1::group_controller_server::GroupControllerServer;
+use grpc::proto::csi::v1::identity_server::IdentityServer;
+use grpc::proto::csi::v1::node_server::NodeServer;
+use grpc::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
+use grpc::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
+use grpc::{reflection, serve, socket};
+use storage::{Backend, Config, FreezeGuard};
+use telemetry::http::{self, HealthCheck, Pages};
+use telemetry::metrics::Metrics;
+use telemetry::notify;
+use telemetry::periodic;
+use telemetry::shutdown::Shutdown;
 
 /// Maximum number of threads that calls block.
 const BLOCKING_THREADS: usize = 64;
@@ -48,11 +49,15 @@ const INLINE_INTERVAL: Duration = Duration::from_secs(10);
 /// Serves until a signal arrives and the running calls are done. Volumes stay attached: pods
 /// continue, and the next driver takes over.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    backend::limit_malloc_arenas();
+    storage::limit_malloc_arenas();
     args.role.clone().run_blocking(BLOCKING_THREADS, |shutdown| serve(args, shutdown))
 }
 
-async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
+/// Serves until the shutdown ends, and the running calls are done.
+///
+/// # Errors
+/// The backend cannot be opened, or a socket cannot be created; the message names the flag.
+pub async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let guard = args.freeze_guard();
     if std::process::id() == 1 && matches!(guard, FreezeGuard::Child { .. }) {
         tracing::warn!(
@@ -138,6 +143,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         socket = %path.display(),
         "serving CSI"
     );
+    notify::ready();
     spawn_housekeeping(&backend, &shutdown);
     let metadata = async {
         let Some((listener, _guard)) = metadata else { return Ok(()) };
@@ -181,7 +187,7 @@ fn health(backend: &Backend) -> HealthCheck {
 }
 
 /// A periodic task of the backend.
-type Task = fn(&Backend) -> backend::Result<()>;
+type Task = fn(&Backend) -> storage::Result<()>;
 
 /// Spawns the backend's periodic tasks.
 fn spawn_housekeeping(backend: &Backend, shutdown: &Shutdown) {

@@ -5,12 +5,12 @@
 
 use tonic::{Request, Response, Status};
 
-use super::snapshot_metadata::{MapRequest, Window};
+use super::snapshot_metadata::{MapRequest, Part};
 use super::stream::{Messages, extents_per_message};
 use super::{Plugin, request};
-use crate::backend::{Backend, Error, Result as Checked, Style};
-use crate::proto::snapshotsession as session;
+use grpc::proto::snapshotsession as session;
 use session::snapshot_metadata_server::SnapshotMetadata;
+use storage::{Backend, Error, Result as Checked, Style};
 
 #[tonic::async_trait]
 impl SnapshotMetadata for Plugin {
@@ -42,21 +42,21 @@ fn number(style: Style) -> i32 {
 fn allocated(backend: &Backend, req: &session::GetAllocatedRequest) -> Checked<MapRequest> {
     let id = request::id("snapshot", &req.snapshot)?;
     let volume = request::optional_id("volume_id", &req.volume_id)?;
-    let window = window("starting_offset", req.starting_offset, req.max_results)?;
+    let part = part("starting_offset", req.starting_offset, req.max_results)?;
     let map = backend.allocated(id)?;
     check_volume(backend, volume, id)?;
-    Ok(MapRequest { map, window })
+    Ok(MapRequest { map, part })
 }
 
 fn delta(backend: &Backend, req: &session::GetDeltaRequest) -> Checked<MapRequest> {
     let base = request::id("base_snapshot", &req.base_snapshot)?;
     let target = request::id("target_snapshot", &req.target_snapshot)?;
     let volume = request::optional_id("volume_id", &req.volume_id)?;
-    let window = window("starting_byte_offset", req.starting_byte_offset, req.max_results)?;
+    let part = part("starting_byte_offset", req.starting_byte_offset, req.max_results)?;
     // First check that both are snapshots of one volume, whatever volume the request names.
     let map = backend.delta(base, target)?;
     check_volume(backend, volume, target)?;
-    Ok(MapRequest { map, window })
+    Ok(MapRequest { map, part })
 }
 
 /// Checks that the snapshot belongs to the volume, if the request names one.
@@ -70,13 +70,13 @@ fn check_volume(backend: &Backend, volume_id: &str, snapshot_id: &str) -> Checke
 }
 
 /// Backend and CSI use int64 offsets, and no volume is larger.
-fn window(field: &'static str, starting_offset: u64, max_results: u32) -> Checked<Window> {
+fn part(field: &'static str, starting_offset: u64, max_results: u32) -> Checked<Part> {
     if i64::try_from(starting_offset).is_err() {
         let problem = format!("{field}: {starting_offset} is beyond the end of any volume");
         return Err(Error::OutOfRange(problem));
     }
     let max_results = usize::try_from(max_results).unwrap_or(usize::MAX);
-    Ok(Window { starting_offset, extents_per_message: extents_per_message(max_results), field })
+    Ok(Part { starting_offset, extents_per_message: extents_per_message(max_results), field })
 }
 
 #[cfg(test)]
@@ -85,8 +85,8 @@ mod tests {
 
     #[test]
     fn an_offset_above_int64_is_out_of_range() {
-        assert!(window("f", i64::MAX as u64, u32::MAX).is_ok());
-        let refused = window("starting_byte_offset", i64::MAX as u64 + 1, 0).unwrap_err();
+        assert!(part("f", i64::MAX as u64, u32::MAX).is_ok());
+        let refused = part("starting_byte_offset", i64::MAX as u64 + 1, 0).unwrap_err();
         assert!(
             matches!(&refused, Error::OutOfRange(text) if text.starts_with("starting_byte_offset: "))
         );

@@ -3,15 +3,14 @@
 //! backend's block size. A page is opened at its start, so its cost is proportional to its own
 //! content, and the driver keeps no state between pages.
 
-use tonic::Status;
-
 use super::delta_token::DeltaToken;
 use super::fault::Stream;
 use super::request::{page, token};
-use super::snapshot_metadata::{MapRequest, Window};
+use super::snapshot_metadata::{MapRequest, Part};
 use super::{Plugin, request, status};
-use crate::backend::{BLOCK_SIZE, Backend, Error, Extent, Result as Checked, Style};
-use crate::proto::csi::v1 as csi;
+use crate::status::{Answer, Failure};
+use grpc::proto::csi::v1 as csi;
+use storage::{BLOCK_SIZE, Backend, Error, Extent, Result as Checked, Style};
 
 pub const METHOD: &str = "ListSnapshotDeltas";
 const FROM: &str = "from_snapshot_id";
@@ -20,7 +19,7 @@ const STARTING_TOKEN: &str = "starting_token";
 pub fn list(
     plugin: &Plugin,
     req: &csi::ListSnapshotDeltasRequest,
-) -> Result<csi::ListSnapshotDeltasResponse, Status> {
+) -> Answer<csi::ListSnapshotDeltasResponse> {
     if !plugin.snapshot_deltas {
         return Err(status::disabled(METHOD, "--enable-snapshot-deltas"));
     }
@@ -61,9 +60,8 @@ fn open(
         None => 0,
         Some(token) => offset(&token, map.unit_bytes(style))?,
     };
-    let window =
-        Window { starting_offset, extents_per_message: max_entries, field: STARTING_TOKEN };
-    Ok(MapRequest { map, window })
+    let part = Part { starting_offset, extents_per_message: max_entries, field: STARTING_TOKEN };
+    Ok(MapRequest { map, part })
 }
 
 fn start(text: &str, base: &str, target: &str) -> Checked<DeltaToken> {
@@ -93,7 +91,7 @@ fn offset(token: &DeltaToken, block_size: u64) -> Checked<u64> {
 /// CSI ListSnapshots, errors: a token that is no longer valid is ABORTED, and the client starts
 /// again.
 fn stale(reason: &str) -> Error {
-    Error::Busy(format!("{STARTING_TOKEN}: is stale: {reason}; start from the beginning"))
+    Error::StaleToken(format!("{STARTING_TOKEN}: is stale: {reason}; start from the beginning"))
 }
 
 /// A token is stale if the target was deleted or the base's retention has ended.
@@ -118,11 +116,11 @@ fn rename_base_field(error: Error) -> Error {
 }
 
 /// Up to `max` extents of one block each, and the number of the next block if there is one.
-fn take<E: Into<Status>>(
+fn take<E: Into<Failure>>(
     extents: impl Iterator<Item = Result<Extent, E>>,
     block_size: u64,
     max: usize,
-) -> Result<(Vec<csi::BlockSnapshotChangedBlock>, Option<u64>), Status> {
+) -> Answer<(Vec<csi::BlockSnapshotChangedBlock>, Option<u64>)> {
     let mut blocks = Vec::new();
     for extent in extents {
         let offset = extent.map_err(Into::into)?.offset / block_size;
@@ -142,6 +140,7 @@ fn take<E: Into<Status>>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tonic::Status;
 
     #[test]
     fn a_full_page_names_the_next_changed_block() {

@@ -4,15 +4,16 @@
 
 use tonic::{Request, Response, Status};
 
-use super::call::{Call, Describe, Subject};
-use super::fault::Stream;
-use super::frame::Header;
+use super::fault::{Requested, Stream, Wrong};
+use super::frame::Preamble;
 use super::stream::{Batcher, Limits, Messages, extents_per_message, start};
 use super::{Plugin, request, status};
-use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked, Style};
-use crate::grpc::deadline;
-use crate::proto::csi::v1 as csi;
+use crate::status::Answer;
 use csi::snapshot_metadata_server::SnapshotMetadata;
+use grpc::call::{Call, Describe, Subject};
+use grpc::deadline;
+use grpc::proto::csi::v1 as csi;
+use storage::{Backend, BlockMap, Error, Extents, Result as Checked, Style};
 
 #[tonic::async_trait]
 impl SnapshotMetadata for Plugin {
@@ -23,21 +24,51 @@ impl SnapshotMetadata for Plugin {
         &self,
         request: Request<csi::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Messages>, Status> {
-        self.metadata("GetMetadataAllocated", request, allocated, number).await
+        let (method, req) = ("GetMetadataAllocated", request.get_ref());
+        let wrong = self.faults.wrong(method, &Subject::of(req));
+        let requested = Requested {
+            starting_offset: req.starting_offset,
+            max_results: req.max_results,
+            has_ids: !req.snapshot_id.is_empty(),
+            deadline: deadline(request.metadata()),
+        };
+        let right = self.metadata(method, request, allocated, number).await;
+        or_wrong(wrong, requested, right).await
     }
 
     async fn get_metadata_delta(
         &self,
         request: Request<csi::GetMetadataDeltaRequest>,
     ) -> Result<Response<Messages>, Status> {
-        self.metadata("GetMetadataDelta", request, delta, number).await
+        let (method, req) = ("GetMetadataDelta", request.get_ref());
+        let wrong = self.faults.wrong(method, &Subject::of(req));
+        let requested = Requested {
+            starting_offset: req.starting_offset,
+            max_results: req.max_results,
+            has_ids: !req.base_snapshot_id.is_empty() && !req.target_snapshot_id.is_empty(),
+            deadline: deadline(request.metadata()),
+        };
+        let right = self.metadata(method, request, delta, number).await;
+        or_wrong(wrong, requested, right).await
+    }
+}
+
+/// The right response, or that of `--fault wrong-metadata`.
+async fn or_wrong(
+    wrong: Option<Wrong>,
+    requested: Requested,
+    right: Result<Response<Messages>, Status>,
+) -> Result<Response<Messages>, Status> {
+    match wrong {
+        Some(wrong) => wrong.apply(requested, right).await,
+        None => right,
     }
 }
 
 /// A block map and the part of it that a request reads.
 pub(super) struct MapRequest {
     pub map: BlockMap,
-    pub window: Window,
+    pub part: Part,
 }
 
 impl Plugin {
@@ -61,10 +92,11 @@ impl Plugin {
         let opening = tokio::task::spawn_blocking(move || {
             plugin.open(method, &req, plugin.style, |backend| open(backend, &req))
         });
-        let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method)));
+        let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method).into()));
         match opened {
             Ok(opened) => Ok(Response::new(opened.start(number(self.style), limits, call))),
-            Err(status) => {
+            Err(failure) => {
+                let status = status::of(failure);
                 call.end(Some(&status));
                 Err(status)
             }
@@ -78,14 +110,14 @@ impl Plugin {
         req: &impl Describe,
         style: Style,
         open: impl FnOnce(&Backend) -> Checked<MapRequest>,
-    ) -> Result<Opened, Status> {
-        let MapRequest { map, window } = open(&self.backend)?;
+    ) -> Answer<Opened> {
+        let MapRequest { map, part } = open(&self.backend)?;
         let subject = Subject::of(req);
         self.faults.check_ready(&self.backend, subject.snapshot_ids())?;
         self.faults.before(method, &subject)?;
         let (capacity_bytes, unit_bytes) = (map.capacity_bytes(), map.unit_bytes(style));
-        let stream = self.faults.stream(method, &subject, window.extents(map, style)?);
-        Ok(Opened { stream, capacity_bytes, unit_bytes, per_message: window.extents_per_message })
+        let stream = self.faults.stream(method, &subject, part.extents(map, style)?);
+        Ok(Opened { stream, capacity_bytes, unit_bytes, per_message: part.extents_per_message })
     }
 }
 
@@ -101,13 +133,13 @@ pub(super) struct Opened {
 impl Opened {
     fn start(self, number: i32, limits: Limits, call: Call) -> Messages {
         let Self { stream, capacity_bytes, unit_bytes: _, per_message } = self;
-        let header = Header::new(number, capacity_bytes);
+        let preamble = Preamble::new(number, capacity_bytes);
         match stream {
             Stream::Intact(extents) => {
-                start(Batcher::new(extents, header, per_message), limits, call)
+                start(Batcher::new(extents, preamble, per_message), limits, call)
             }
             Stream::Faulty(extents) => {
-                start(Batcher::new(extents, header, per_message), limits, call)
+                start(Batcher::new(extents, preamble, per_message), limits, call)
             }
         }
     }
@@ -122,19 +154,20 @@ fn number(style: Style) -> i32 {
 
 fn allocated(backend: &Backend, req: &csi::GetMetadataAllocatedRequest) -> Checked<MapRequest> {
     let id = request::id("snapshot_id", &req.snapshot_id)?;
-    let window = window(req.starting_offset, req.max_results)?;
-    Ok(MapRequest { map: backend.allocated(id)?, window })
+    let part = part(req.starting_offset, req.max_results)?;
+    Ok(MapRequest { map: backend.allocated(id)?, part })
 }
 
 fn delta(backend: &Backend, req: &csi::GetMetadataDeltaRequest) -> Checked<MapRequest> {
     let base = request::id("base_snapshot_id", &req.base_snapshot_id)?;
     let target = request::id("target_snapshot_id", &req.target_snapshot_id)?;
-    let window = window(req.starting_offset, req.max_results)?;
-    Ok(MapRequest { map: backend.delta(base, target)?, window })
+    let part = part(req.starting_offset, req.max_results)?;
+    Ok(MapRequest { map: backend.delta(base, target)?, part })
 }
 
+/// What a request reads of a block map.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Window {
+pub struct Part {
     /// In bytes.
     pub starting_offset: u64,
     pub extents_per_message: usize,
@@ -142,7 +175,7 @@ pub(crate) struct Window {
     pub field: &'static str,
 }
 
-impl Window {
+impl Part {
     fn extents(&self, map: BlockMap, style: Style) -> Checked<Extents> {
         map.extents(style, self.starting_offset).map_err(|error| match error {
             Error::OutOfRange(problem) => Error::OutOfRange(format!("{}: {problem}", self.field)),
@@ -151,7 +184,7 @@ impl Window {
     }
 }
 
-pub(crate) fn window(starting_offset: i64, max_results: i32) -> Checked<Window> {
+pub fn part(starting_offset: i64, max_results: i32) -> Checked<Part> {
     let max_results =
         usize::try_from(max_results).map_err(|_| Error::invalid("max_results", "is negative"))?;
     // CSI GetMetadataAllocated, errors: an offset outside of the snapshot is OUT_OF_RANGE. A negative
@@ -160,7 +193,7 @@ pub(crate) fn window(starting_offset: i64, max_results: i32) -> Checked<Window> 
     let starting_offset = u64::try_from(starting_offset)
         .map_err(|_| Error::OutOfRange(format!("{field}: is negative")))?;
     let extents_per_message = extents_per_message(max_results);
-    Ok(Window { starting_offset, extents_per_message, field })
+    Ok(Part { starting_offset, extents_per_message, field })
 }
 
 #[cfg(test)]
@@ -169,9 +202,9 @@ mod tests {
 
     #[test]
     fn negative_offsets_and_limits_are_refused() {
-        assert!(matches!(window(-1, 0), Err(Error::OutOfRange(_))));
-        assert!(matches!(window(0, -1), Err(Error::Invalid { field: "max_results", .. })));
-        let window = window(4097, 10).unwrap();
-        assert_eq!((window.starting_offset, window.extents_per_message), (4097, 10));
+        assert!(matches!(part(-1, 0), Err(Error::OutOfRange(_))));
+        assert!(matches!(part(0, -1), Err(Error::Invalid { field: "max_results", .. })));
+        let part = part(4097, 10).unwrap();
+        assert_eq!((part.starting_offset, part.extents_per_message), (4097, 10));
     }
 }

@@ -2,14 +2,32 @@
 
 use tonic::{Code, Status};
 
-use crate::backend::Error;
-pub use crate::grpc::call::{exiting, panicked};
-use crate::grpc::{MAX_MESSAGE, truncate};
+use common::text::{MAX_MESSAGE, truncate};
+pub use grpc::call::{exiting, panicked};
+use storage::Error;
 
-impl From<Error> for Status {
+/// The error of an RPC: a status, also of an error of the backend.
+#[derive(Debug)]
+pub struct Failure(Status);
+
+/// The result of an RPC.
+pub type Answer<T> = Result<T, Failure>;
+
+impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::new(code(&error), truncate(&error.to_string(), MAX_MESSAGE))
+        Self(Status::new(code(&error), truncate(&error.to_string(), MAX_MESSAGE)))
     }
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Self {
+        Self(status)
+    }
+}
+
+/// The status of an error of the backend, or of a status.
+pub fn of(error: impl Into<Failure>) -> Status {
+    error.into().0
 }
 
 /// CSI defines the codes in the error tables of the RPCs ("gRPC error code").
@@ -18,7 +36,7 @@ fn code(error: &Error) -> Code {
         Error::Invalid { .. } => Code::InvalidArgument,
         Error::NotFound { .. } | Error::Missing(_) => Code::NotFound,
         Error::AlreadyExists(_) => Code::AlreadyExists,
-        Error::Busy(_) => Code::Aborted,
+        Error::Busy(_) | Error::StaleToken(_) => Code::Aborted,
         Error::Unavailable(_) => Code::Unavailable,
         Error::Precondition(_) => Code::FailedPrecondition,
         Error::OutOfRange(_) => Code::OutOfRange,
@@ -34,20 +52,20 @@ pub fn deadline() -> Status {
     )
 }
 
-pub fn not_attachable(method: &str) -> Status {
-    Status::unimplemented(format!(
+pub fn not_attachable(method: &str) -> Failure {
+    Failure(Status::unimplemented(format!(
         "{method}: the volumes of this driver need no attachment by a controller"
-    ))
+    )))
 }
 
-pub fn disabled(method: &str, flag: &str) -> Status {
-    Status::unimplemented(format!("{method} is disabled; start the driver with {flag}"))
+pub fn disabled(method: &str, flag: &str) -> Failure {
+    Failure(Status::unimplemented(format!("{method} is disabled; start the driver with {flag}")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Kind;
+    use storage::Kind;
 
     #[test]
     fn each_error_keeps_its_code_and_message() {
@@ -59,6 +77,7 @@ mod tests {
             (Error::Missing(text()), Code::NotFound),
             (Error::AlreadyExists(text()), Code::AlreadyExists),
             (Error::Busy(text()), Code::Aborted),
+            (Error::StaleToken(text()), Code::Aborted),
             (Error::Unavailable(text()), Code::Unavailable),
             (Error::Precondition(text()), Code::FailedPrecondition),
             (Error::OutOfRange(text()), Code::OutOfRange),
@@ -68,7 +87,7 @@ mod tests {
             (Error::Failed(text()), Code::Internal),
         ];
         for (error, code) in cases {
-            let status = Status::from(error);
+            let status = of(error);
             assert_eq!(status.code(), code);
             assert!(status.message().contains("text"));
         }
@@ -76,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_status_message_fits_a_header() {
-        let status = Status::from(Error::invalid("parameters", "é".repeat(1 << 20)));
+        let status = of(Error::invalid("parameters", "é".repeat(1 << 20)));
         assert!(status.message().len() <= MAX_MESSAGE + '…'.len_utf8());
         assert!(status.message().starts_with("parameters: é"));
     }

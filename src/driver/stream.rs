@@ -16,12 +16,12 @@ use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::Status;
 
-use super::call::Call;
-use super::frame::{Frame, Header};
+use super::frame::{Frame, Preamble};
 use super::status;
-use crate::backend::Extent;
-use crate::grpc::RawMessage;
-use crate::telemetry::shutdown::Shutdown;
+use grpc::RawMessage;
+use grpc::call::Call;
+use storage::Extent;
+use telemetry::shutdown::Shutdown;
 
 /// Extents per message if the client does not specify a number.
 const DEFAULT_EXTENTS: usize = 4096;
@@ -47,7 +47,7 @@ pub fn extents_per_message(max_results: usize) -> usize {
 /// Groups extents into messages, and messages into batches.
 pub struct Batcher<I> {
     extents: I,
-    header: Header,
+    preamble: Preamble,
     per_message: usize,
     /// Maximum time that ready messages wait for others.
     batch_time: Duration,
@@ -73,10 +73,10 @@ impl Batch {
 impl<I, E> Batcher<I>
 where
     I: Iterator<Item = Result<Extent, E>>,
-    E: Into<Status>,
+    E: Into<status::Failure>,
 {
-    pub fn new(extents: I, header: Header, per_message: usize) -> Self {
-        Self { extents, header, per_message, batch_time: BATCH_TIME, started: false }
+    pub fn new(extents: I, preamble: Preamble, per_message: usize) -> Self {
+        Self { extents, preamble, per_message, batch_time: BATCH_TIME, started: false }
     }
 
     /// The next messages. The first batch is a single message, so that the client does not wait. It
@@ -103,11 +103,11 @@ where
 
     /// The next message, and what follows it if known.
     fn next_frame(&mut self) -> (Frame, Option<Result<(), Status>>) {
-        let mut frame = self.header.begin(self.per_message);
+        let mut frame = self.preamble.begin(self.per_message);
         while frame.extents() < self.per_message {
             match self.extents.next() {
                 Some(Ok(extent)) => frame.push(extent),
-                Some(Err(error)) => return (frame, Some(Err(error.into()))),
+                Some(Err(error)) => return (frame, Some(Err(status::of(error)))),
                 None => return (frame, Some(Ok(()))),
             }
         }
@@ -125,6 +125,25 @@ pub struct Messages {
 impl Messages {
     fn new(batches: mpsc::Receiver<Batch>) -> Self {
         Self { batches, ready: vec::IntoIter::default(), end: None }
+    }
+
+    /// These messages and this end.
+    pub fn of(messages: Vec<RawMessage>, end: Result<(), Status>) -> Self {
+        let (_, batches) = mpsc::channel(1);
+        Self { batches, ready: messages.into_iter(), end: Some(end) }
+    }
+
+    /// These messages, and OK at this time, or never.
+    pub fn ending_at(messages: Vec<RawMessage>, time: Option<Instant>) -> Self {
+        let (sender, batches) = mpsc::channel(1);
+        tokio::spawn(async move {
+            match time {
+                Some(time) => sleep_until(time).await,
+                None => sender.closed().await,
+            }
+            let _ = sender.send(Batch::ending(Ok(()))).await;
+        });
+        Self { ready: messages.into_iter(), ..Self::new(batches) }
     }
 }
 
@@ -173,7 +192,7 @@ impl Limits {
 pub fn start<I, E>(batcher: Batcher<I>, limits: Limits, mut call: Call) -> Messages
 where
     I: Iterator<Item = Result<Extent, E>> + Send + 'static,
-    E: Into<Status>,
+    E: Into<status::Failure>,
 {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
@@ -206,7 +225,7 @@ async fn produce<I, E>(
 ) -> Option<Batch>
 where
     I: Iterator<Item = Result<Extent, E>> + Send + 'static,
-    E: Into<Status>,
+    E: Into<status::Failure>,
 {
     loop {
         let work = spawn_blocking(move || {

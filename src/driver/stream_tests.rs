@@ -3,13 +3,13 @@ use tokio_stream::StreamExt;
 use tonic::Code;
 
 use super::*;
-use crate::backend::{Error, Result as Checked};
-use crate::driver::call::Calls;
-use crate::proto::csi::v1::{
+use grpc::call::Calls;
+use grpc::proto::csi::v1::{
     BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
 };
-use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::Phase;
+use storage::{Error, Result as Checked};
+use telemetry::metrics::Metrics;
+use telemetry::shutdown::Phase;
 
 fn call() -> Call {
     let calls = Calls::new(Metrics::new(Vec::new()));
@@ -34,7 +34,7 @@ async fn sizes(
 fn batcher<I: Iterator<Item = Checked<Extent>>>(extents: I, per_message: usize) -> Batcher<I> {
     Batcher::new(
         extents,
-        Header::new(BlockMetadataType::VariableLength.into(), 1 << 30),
+        Preamble::new(BlockMetadataType::VariableLength.into(), 1 << 30),
         per_message,
     )
 }

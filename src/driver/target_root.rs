@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use super::request;
-use crate::backend::{Error, Result};
+use storage::{Error, Result};
 
 /// The directory that staging and target paths must be in.
 #[derive(Debug, Clone)]

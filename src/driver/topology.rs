@@ -1,7 +1,7 @@
 //! The topology of volumes and snapshots (CSI Topology): all of them are on this node.
 
-use crate::backend::{Error, Result};
-use crate::proto::csi::v1 as csi;
+use grpc::proto::csi::v1 as csi;
+use storage::{Error, Result};
 
 /// The topology segment of this node.
 #[derive(Debug, Clone)]

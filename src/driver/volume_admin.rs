@@ -4,13 +4,12 @@ use std::path::{Path, PathBuf};
 
 use tonic::{Request, Response, Status};
 
-use super::call::{Describe, Subject};
 use super::request::page;
 use super::{Plugin, request};
-use crate::backend::{Condition, Inline, Publication, Source, VolumeDetails};
-use crate::grpc::call::note;
-use crate::proto::admin::v1 as admin;
+use crate::status::Answer;
 use admin::volume_admin_server::VolumeAdmin;
+use grpc::proto::admin::v1 as admin;
+use storage::{Condition, Inline, Publication, Source, VolumeDetails};
 
 #[tonic::async_trait]
 impl VolumeAdmin for Plugin {
@@ -29,10 +28,7 @@ impl VolumeAdmin for Plugin {
     }
 }
 
-fn get(
-    plugin: &Plugin,
-    request: admin::GetVolumeRequest,
-) -> Result<admin::GetVolumeResponse, Status> {
+fn get(plugin: &Plugin, request: admin::GetVolumeRequest) -> Answer<admin::GetVolumeResponse> {
     let id = request::id("volume_id", &request.volume_id)?;
     let details = plugin.backend.volume_details(id)?;
     Ok(admin::GetVolumeResponse { volume: Some(volume(details)) })
@@ -83,10 +79,9 @@ fn publication((target, publication): (&PathBuf, &Publication)) -> admin::Public
 fn list_inline(
     plugin: &Plugin,
     request: admin::ListInlineVolumesRequest,
-) -> Result<admin::ListInlineVolumesResponse, Status> {
+) -> Answer<admin::ListInlineVolumesResponse> {
     let max = page(request::max_entries(request.max_entries)?);
-    let after = Some(request.starting_token.as_str()).filter(|token| !token.is_empty());
-    let page = plugin.backend.inline_volumes(after, max)?;
+    let page = plugin.backend.inline_volumes(request::token(&request.starting_token), max)?;
     Ok(admin::ListInlineVolumesResponse {
         volumes: page.items.into_iter().map(inline).collect(),
         next_token: page.next.unwrap_or_default(),
@@ -115,22 +110,4 @@ fn health(condition: Condition) -> (bool, String) {
 /// CSI paths are UTF-8, so nothing is lost.
 fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
-}
-
-impl Describe for admin::GetVolumeRequest {
-    fn describe(&self, subject: &mut Subject) {
-        subject.volume_id = note(&self.volume_id);
-    }
-}
-
-impl Describe for admin::GetVolumeResponse {
-    fn describe(&self, _: &mut Subject) {}
-}
-
-impl Describe for admin::ListInlineVolumesRequest {
-    fn describe(&self, _: &mut Subject) {}
-}
-
-impl Describe for admin::ListInlineVolumesResponse {
-    fn describe(&self, _: &mut Subject) {}
 }

@@ -12,6 +12,8 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
+use super::hints::{self, Sent};
+
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEADERS: u8 = 1;
 const CONTINUATION: u8 = 9;
@@ -25,11 +27,12 @@ const NAME: &[u8] = b":authority";
 pub struct AnyAuthority<S> {
     stream: S,
     frames: Frames,
+    sent: Sent,
 }
 
 impl<S> AnyAuthority<S> {
     pub fn new(stream: S) -> Self {
-        Self { stream, frames: Frames::default() }
+        Self { stream, frames: Frames::default(), sent: Sent::default() }
     }
 }
 
@@ -41,7 +44,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for AnyAuthority<S> {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
+        let was_foreign = self.frames.is_foreign();
         buffer.filled_mut()[before..].iter_mut().for_each(|byte| self.frames.pass(byte));
+        if !was_foreign && self.frames.is_foreign() {
+            hints::foreign_protocol();
+        }
         Poll::Ready(Ok(()))
     }
 }
@@ -52,7 +59,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for AnyAuthority<S> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = ready!(Pin::new(&mut self.stream).poll_write(context, bytes))?;
+        self.sent.pass(&bytes[..written]);
+        Poll::Ready(Ok(written))
     }
 
     fn poll_write_vectored(
@@ -60,7 +69,14 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for AnyAuthority<S> {
         context: &mut Context<'_>,
         parts: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
+        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(context, parts))?;
+        let mut left = written;
+        for part in parts {
+            let length = part.len().min(left);
+            self.sent.pass(&part[..length]);
+            left -= length;
+        }
+        Poll::Ready(Ok(written))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -115,6 +131,10 @@ struct Frames {
 }
 
 impl Frames {
+    fn is_foreign(&self) -> bool {
+        matches!(self.place, Place::Foreign)
+    }
+
     fn pass(&mut self, byte: &mut u8) {
         self.place = match std::mem::take(&mut self.place) {
             Place::Preface(seen) => Self::preface(seen, *byte),
@@ -240,7 +260,7 @@ impl Field {
                         Text::Name(seen.filter(next).map(|seen| seen + 1))
                     }
                     Text::Value { is_authority } => {
-                        if is_authority && *byte == b'%' {
+                        if is_authority && matches!(*byte, b'%' | b'/') {
                             *byte = b'-';
                         }
                         of
@@ -338,6 +358,7 @@ mod tests {
             .concat()
         };
         assert_eq!(passed(&stream(b"%2Ftmp%2Fcsi.sock")), stream(b"-2Ftmp-2Fcsi.sock"));
+        assert_eq!(passed(&stream(b"/run/csi.sock")), stream(b"-run-csi.sock"));
     }
 
     #[test]
@@ -353,7 +374,8 @@ mod tests {
             let all = [PREFACE, &bytes].concat();
             let out = passed(&all);
             assert_eq!(out.len(), all.len());
-            assert!(out.iter().zip(&all).all(|(new, old)| new == old || (*old, *new) == (b'%', b'-')));
+            let replaced = |old| matches!(old, b'%' | b'/');
+            assert!(out.iter().zip(&all).all(|(new, old)| new == old || (replaced(*old) && *new == b'-')));
         }
     }
 }

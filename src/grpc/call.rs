@@ -12,8 +12,9 @@ use tokio::task::spawn_blocking;
 use tonic::{Code, Request, Response, Status};
 use tracing::Level;
 
-use super::{code_name, fingerprint, is_fingerprint, truncate};
-use crate::telemetry::metrics::Metrics;
+use super::{code_name, fingerprint, is_fingerprint};
+use common::text::truncate;
+use telemetry::metrics::Metrics;
 
 /// Maximum logged bytes of a name, id or path; valid names and ids are shorter.
 const MAX_LOGGED: usize = 256;
@@ -27,6 +28,8 @@ pub struct Calls {
 
 impl Calls {
     pub fn new(metrics: Metrics) -> Self {
+        // Of the 17 codes, OK is 0.
+        (1..=16).map(Code::from).for_each(|code| metrics.expect_failures(code_name(code)));
         Self { metrics, running: watch::Sender::new(0) }
     }
 

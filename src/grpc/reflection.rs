@@ -4,6 +4,7 @@ use prost::Message;
 use prost_types::FileDescriptorSet;
 use tonic::transport::server::Router;
 use tonic_reflection::server::Builder;
+use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
 
 use crate::proto::FILE_DESCRIPTOR_SET;
 
@@ -13,9 +14,17 @@ use crate::proto::FILE_DESCRIPTOR_SET;
 /// # Errors
 /// The descriptors of this build cannot be read.
 pub fn add(router: Router, services: &[&str]) -> anyhow::Result<Router> {
-    Ok(router
-        .add_service(builder(services)?.build_v1()?)
-        .add_service(builder(services)?.build_v1alpha()?))
+    Ok(router.add_service(service(services)?).add_service(builder(services)?.build_v1alpha()?))
+}
+
+/// The service v1 alone, for a router of another kind.
+///
+/// # Errors
+/// As [`add`].
+pub fn service(
+    services: &[&str],
+) -> anyhow::Result<ServerReflectionServer<impl ServerReflection + use<>>> {
+    Ok(builder(services)?.build_v1()?)
 }
 
 fn builder<'b>(services: &[&str]) -> anyhow::Result<Builder<'b>> {

@@ -19,8 +19,8 @@ use tonic::transport::server::Router;
 
 use super::authority::AnyAuthority;
 use super::call::Calls;
-use crate::telemetry::accept::BackoffAcceptor;
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::accept::BackoffAcceptor;
+use telemetry::shutdown::Shutdown;
 
 /// Maximum concurrent calls of a connection, and the window of each in bytes. The connection's
 /// window covers all calls, so that a call whose response is not read blocks no other.

@@ -15,7 +15,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::Group;
 use tokio::net::{UnixListener, UnixSocket};
 
-use crate::fail_point::hit;
+use common::fail_point::hit;
 
 /// Maximum connections that wait to be accepted.
 const BACKLOG: u32 = 128;

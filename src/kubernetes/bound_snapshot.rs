@@ -178,7 +178,7 @@ fn shown(key: &Key) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kubernetes::snapshot::{
+    use crate::snapshot::{
         VolumeSnapshotContentSource, VolumeSnapshotContentSpec, VolumeSnapshotContentStatus,
     };
 

@@ -25,7 +25,7 @@ use tokio_stream::StreamExt;
 
 use super::cached::Cached;
 use super::client::{WATCH, within};
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::shutdown::Shutdown;
 
 /// Timeout of one call to the API server.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(15);
@@ -454,8 +454,8 @@ mod tests {
     use tokio::task::JoinSet;
 
     use super::*;
-    use crate::kubernetes::fake_api::{FakeApi, WATCHED};
-    use crate::kubernetes::snapshot::{self, VolumeSnapshotContent};
+    use crate::fake_api::{FakeApi, WATCHED};
+    use crate::snapshot::{self, VolumeSnapshotContent};
 
     const CONTENTS: &str = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents";
 

@@ -3,6 +3,7 @@
 //! what its readers use, and of texts that a tenant writes only those that can be valid.
 
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
+use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::PartialObjectMeta;
@@ -13,9 +14,10 @@ use super::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
 use super::pod::Pod;
 use super::session::{SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest};
 use super::snapshot::{
-    CHANGE_ID, DEFAULT_CLASS, VolumeSnapshot, VolumeSnapshotClass, VolumeSnapshotContent,
+    CHANGE_ID, DEFAULT_CLASS, MANAGED_BY, VolumeSnapshot, VolumeSnapshotClass,
+    VolumeSnapshotContent,
 };
-use crate::grpc::truncate;
+use common::text::truncate;
 
 /// Annotations of a VolumeSnapshotContent by the snapshot-controller that name the Secret of its
 /// class, for use after the class is deleted.
@@ -25,6 +27,8 @@ pub const DELETION_NAMESPACE_KEY: &str = "snapshot.storage.kubernetes.io/deletio
 /// warnings.
 pub const ENFORCE: &str = "pod-security.kubernetes.io/enforce";
 pub const WARN: &str = "pod-security.kubernetes.io/warn";
+/// Label of an EndpointSlice: the name of its Service.
+pub const SERVICE: &str = "kubernetes.io/service-name";
 /// Label of a CSIDriver: the Pod Security level that a namespace must have for inline volumes of
 /// the driver. OpenShift defines it.
 pub const PROFILE: &str = "security.openshift.io/csi-ephemeral-volume-profile";
@@ -88,7 +92,7 @@ impl Cached for VolumeSnapshot {
 
 impl Cached for VolumeSnapshotContent {
     fn shrink(&mut self) {
-        keep(&mut self.metadata, &[DELETION_NAME_KEY, DELETION_NAMESPACE_KEY], &[]);
+        keep(&mut self.metadata, &[DELETION_NAME_KEY, DELETION_NAMESPACE_KEY], &[MANAGED_BY]);
         if let Some(status) = &mut self.status {
             status.error = None;
         }
@@ -158,6 +162,20 @@ impl Cached for Namespace {
 impl Cached for CSIDriver {
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[PROFILE]);
+    }
+}
+
+impl Cached for EndpointSlice {
+    fn shrink(&mut self) {
+        keep(&mut self.metadata, &[], &[SERVICE]);
+        for endpoint in &mut self.endpoints {
+            *endpoint = Endpoint {
+                addresses: std::mem::take(&mut endpoint.addresses),
+                conditions: endpoint.conditions.take(),
+                node_name: endpoint.node_name.take(),
+                ..Endpoint::default()
+            };
+        }
     }
 }
 
@@ -236,7 +254,7 @@ mod tests {
             },
             "status": { "snapshotHandle": "h", "readyToUse": true, "error": { "message": "x" } },
         });
-        let annotations = [DELETION_NAME_KEY, DELETION_NAMESPACE_KEY];
+        let annotations = [DELETION_NAME_KEY, DELETION_NAMESPACE_KEY, MANAGED_BY];
         let configuration =
             json!({ "spec": { "address": "a:1", "caCert": "eA==", "driverNamespace": "n" } });
         let class = json!({
@@ -244,6 +262,11 @@ mod tests {
             "driver": "d", "deletionPolicy": "Delete",
         });
         let service = json!({ "spec": { "audience": "a", "address": "a:1", "caCert": "eA==" } });
+        let pod = json!({ "kind": "Pod", "name": "x".repeat(FAT) });
+        let slice = json!({
+            "addressType": "IPv4",
+            "endpoints": [{ "addresses": ["10.0.0.1"], "nodeName": "n", "targetRef": pod }],
+        });
         let sizes = [
             size::<VolumeSnapshotContent>(content, &annotations),
             size::<SnapshotServiceConfiguration>(configuration, &[DRIVER_LABEL]),
@@ -251,6 +274,7 @@ mod tests {
             size::<SnapshotMetadataService>(service, &[]),
             size::<CSIDriver>(json!({ "spec": {} }), &[PROFILE]),
             size::<ConfigMap>(json!({ "data": { "a": "b" } }), &[]),
+            size::<EndpointSlice>(slice, &[SERVICE]),
         ];
         assert!(sizes.iter().all(|bytes| *bytes < 2 << 10), "{sizes:?}");
         let mut request: SnapshotSessionRequest = serde_json::from_value(json!({

@@ -106,7 +106,7 @@ pub fn per_second(text: &str) -> Result<f64, String> {
 /// No usable configuration.
 pub async fn connect(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
     let config = match kubeconfig {
-        Some(path) => read(path).await?,
+        Some(path) => read(path, None).await?,
         None => Config::incluster()
             .map_err(anyhow::Error::from)
             .and_then(|config| with_proxy(config, None))
@@ -120,30 +120,82 @@ pub async fn connect(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Cl
 ///
 /// # Errors
 /// No usable configuration.
-pub async fn connect_as_user(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
-    build(configured(kubeconfig).await?, rate)
+pub async fn connect_as_user(user: impl Into<User<'_>>, rate: Rate) -> anyhow::Result<Client> {
+    build(configured(user.into()).await?, rate)
 }
 
 /// Like [`connect_as_user`], for a caller that decides itself about retries.
 ///
 /// # Errors
 /// No usable configuration.
-pub async fn connect_as_user_once(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
-    let mut config = configured(kubeconfig).await?;
+pub async fn connect_as_user_once(user: User<'_>, rate: Rate) -> anyhow::Result<Client> {
+    let mut config = configured(user).await?;
     config.default_retry = false;
     build(config, rate)
 }
 
-async fn configured(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
-    match kubeconfig {
-        Some(path) => read(path).await,
-        None => infer().await.context("no cluster is configured; use --kubeconfig"),
+/// Which configuration of a user to use.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct User<'a> {
+    /// The file; otherwise KUBECONFIG or ~/.kube/config is used, or the pod's ServiceAccount.
+    pub kubeconfig: Option<&'a Path>,
+    /// The context; otherwise the current one is used.
+    pub context: Option<&'a str>,
+}
+
+impl<'a> From<Option<&'a Path>> for User<'a> {
+    fn from(kubeconfig: Option<&'a Path>) -> Self {
+        Self { kubeconfig, context: None }
     }
 }
 
-async fn infer() -> anyhow::Result<Config> {
+impl User<'_> {
+    /// The namespace of the context, as kubectl uses it without `-n`.
+    ///
+    /// # Errors
+    /// No usable configuration.
+    pub fn namespace(self) -> anyhow::Result<String> {
+        const DEFAULT: &str = "default";
+        let kubeconfig = match (self.kubeconfig, Kubeconfig::read()) {
+            (Some(path), _) => Kubeconfig::read_from(path)
+                .with_context(|| format!("--kubeconfig {}", path.display()))?,
+            (None, Ok(kubeconfig)) => kubeconfig,
+            (None, Err(error)) => match Config::incluster() {
+                Ok(config) => return Ok(config.default_namespace),
+                Err(_) => {
+                    let named = "no cluster is configured; use --kubeconfig";
+                    return Err(anyhow::Error::from(error).context(named));
+                }
+            },
+        };
+        let kubeconfig = in_context(kubeconfig, self.context)?;
+        let current = kubeconfig.current_context.unwrap_or_default();
+        let context = kubeconfig.contexts.into_iter().find(|context| context.name == current);
+        let namespace = context.and_then(|context| context.context?.namespace);
+        Ok(namespace.filter(|name| !name.is_empty()).unwrap_or_else(|| DEFAULT.to_owned()))
+    }
+}
+
+/// The configuration with this context as the current one.
+fn in_context(mut kubeconfig: Kubeconfig, context: Option<&str>) -> anyhow::Result<Kubeconfig> {
+    if let Some(context) = context {
+        let is_known = kubeconfig.contexts.iter().any(|known| known.name == context);
+        anyhow::ensure!(is_known, "--context: the kubeconfig has no context {context:?}");
+        kubeconfig.current_context = Some(context.to_owned());
+    }
+    Ok(kubeconfig)
+}
+
+async fn configured(user: User<'_>) -> anyhow::Result<Config> {
+    match user.kubeconfig {
+        Some(path) => read(path, user.context).await,
+        None => infer(user.context).await.context("no cluster is configured; use --kubeconfig"),
+    }
+}
+
+async fn infer(context: Option<&str>) -> anyhow::Result<Config> {
     match Kubeconfig::read() {
-        Ok(kubeconfig) => load(kubeconfig).await,
+        Ok(kubeconfig) => load(in_context(kubeconfig, context)?).await,
         Err(error) => match Config::incluster() {
             Ok(config) => with_proxy(config, None),
             Err(_) => Err(error.into()),
@@ -151,10 +203,10 @@ async fn infer() -> anyhow::Result<Config> {
     }
 }
 
-async fn read(path: &Path) -> anyhow::Result<Config> {
+async fn read(path: &Path, context: Option<&str>) -> anyhow::Result<Config> {
     let named = || format!("--kubeconfig {}", path.display());
     let kubeconfig = Kubeconfig::read_from(path).with_context(named)?;
-    load(kubeconfig).await.with_context(named)
+    load(in_context(kubeconfig, context)?).await.with_context(named)
 }
 
 async fn load(kubeconfig: Kubeconfig) -> anyhow::Result<Config> {

@@ -29,7 +29,7 @@ async fn overloaded_server() -> (String, Arc<AtomicUsize>) {
 
 #[tokio::test]
 async fn repeated_calls_count_against_the_rate() {
-    crate::kubernetes::tls::install_provider();
+    crate::tls::install_provider();
     let (url, count) = overloaded_server().await;
     let client = build(Config::new(url.parse().unwrap()), Rate { per_second: 2.0, burst: 1 });
     let api: Api<Namespace> = Api::all(client.unwrap());
@@ -89,7 +89,7 @@ async fn head(stream: &mut TcpStream) -> String {
 
 #[tokio::test]
 async fn calls_go_through_the_proxy_of_the_kubeconfig() {
-    crate::kubernetes::tls::install_provider();
+    crate::tls::install_provider();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let proxy = tokio::spawn(async move {

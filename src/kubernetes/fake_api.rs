@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use kube::Client;
 use kube::client::Body;
 use serde_json::{Value, json};
-use tonic::codegen::http;
 
 /// Clones share the state.
 #[derive(Clone, Default)]

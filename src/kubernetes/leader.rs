@@ -16,9 +16,9 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::client::within;
-use crate::quantity::duration;
-use crate::telemetry::rate_limited_log::RateLimitedLog;
-use crate::telemetry::shutdown::Shutdown;
+use common::quantity::duration;
+use telemetry::rate_limited_log::RateLimitedLog;
+use telemetry::shutdown::Shutdown;
 
 /// Maximum poll interval, so that a released lease is taken soon.
 const LONGEST_PERIOD: Duration = Duration::from_secs(2);

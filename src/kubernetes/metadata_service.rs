@@ -13,6 +13,9 @@ use serde::{Deserialize, Serialize};
 /// Label that holds the driver's name, to find the object of a driver whatever its name.
 pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
 
+// The definition belongs to external-snapshot-metadata: it has no rule that the released one lacks,
+// so that the drivers of a cluster can share either. Readers check what they use.
+//
 // printcolumn repeats the attribute `type_`.
 #[allow(clippy::duplicated_attributes)]
 /// What a client needs to call the service.
@@ -36,15 +39,13 @@ pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
 pub struct SnapshotMetadataServiceSpec {
     /// The audience that a client's token must have. The client passes the token in the field
     /// security_token of each call.
-    #[schemars(length(min = 1, max = 1024))]
     pub audience: String,
     /// Address of the service as host:port without a scheme, such as name.namespace.svc:6443. An
     /// IPv6 address must be in brackets.
-    #[schemars(schema_with = "address")]
     pub address: String,
     /// CA certificates (PEM) that sign the service's certificate.
     #[serde(rename = "caCert")]
-    #[schemars(schema_with = "certificates")]
+    #[schemars(schema_with = "bytes")]
     pub ca_cert: ByteString,
     /// Whether the base snapshot of a delta must still exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,6 +71,10 @@ const ADDRESS: &str = concat!(
     r"^([^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]):",
     r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])$"
 );
+
+fn bytes(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "format": "byte" })
+}
 
 /// At most 384 KiB of certificates; the limit applies to the base64 text.
 pub(super) fn certificates(_: &mut SchemaGenerator) -> Schema {

@@ -1,6 +1,8 @@
 //! Valid names of Kubernetes objects. Names become parts of URLs at the API server: a name that
 //! passes these checks cannot address anything else.
 
+use super::cache::Key;
+
 /// Maximum bytes of a namespace's name (RFC 1123 label), and of other names (RFC 1123 subdomain).
 const MAX_LABEL: usize = 63;
 const MAX_SUBDOMAIN: usize = 253;
@@ -31,6 +33,16 @@ pub fn object(text: &str) -> Result<String, String> {
     Err(format!(
         "is not a valid Kubernetes name: use up to {MAX_SUBDOMAIN} of a-z, 0-9, '-' and '.'"
     ))
+}
+
+/// Parses NAMESPACE/NAME on the command line.
+pub fn namespaced(text: &str) -> Result<Key, String> {
+    match text.split_once('/') {
+        Some((namespace, name)) if is_namespace(namespace) && is_object(name) => {
+            Ok(Key::new(namespace, name))
+        }
+        _ => Err("is not NAMESPACE/NAME of a Kubernetes object".into()),
+    }
 }
 
 #[cfg(test)]

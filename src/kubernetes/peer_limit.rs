@@ -13,8 +13,8 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::client::{LONGEST_WAIT, Overloaded};
-use crate::telemetry::fair_limit::Holder;
-use crate::telemetry::peer::Peer;
+use telemetry::fair_limit::Holder;
+use telemetry::peer::Peer;
 
 /// Maximum concurrent calls of all clients.
 pub const RUNNING: usize = 8;
@@ -249,7 +249,7 @@ mod tests {
     use tokio::time::sleep;
 
     use super::*;
-    use crate::kubernetes::client::is_overloaded;
+    use crate::client::is_overloaded;
 
     fn peer(text: &str) -> Peer {
         Peer::of(format!("{text}:1").parse().unwrap())

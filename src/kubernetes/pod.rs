@@ -291,7 +291,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::kubernetes::bounded::parse;
+    use crate::bounded::parse;
 
     fn read(pod: &Value) -> Result<Pod, String> {
         let parsed = parse(pod.to_string().as_bytes());

@@ -17,8 +17,8 @@ use tokio_stream::{Stream, StreamExt};
 use super::cache::{Object, bounded};
 use super::client::within;
 use super::definition::next_step;
-use crate::telemetry::rate_limited_log::RateLimitedLog;
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::rate_limited_log::RateLimitedLog;
+use telemetry::shutdown::Shutdown;
 
 /// Interval at which the object is polled even if the watch reports nothing.
 const RESYNC: Duration = Duration::from_secs(30);

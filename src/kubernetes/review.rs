@@ -24,7 +24,7 @@ use sha2::{Digest, Sha256};
 use super::cache::in_time;
 use super::peer_limit::PeerLimit;
 use super::snapshot::GROUP;
-use crate::telemetry::peer::Peer;
+use telemetry::peer::Peer;
 
 /// Maximum number of cached tokens, of refused tokens, and of cached permissions.
 const MAX_CACHED: u64 = 10_000;

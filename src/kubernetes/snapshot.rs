@@ -12,7 +12,7 @@ use kube::{CustomResource, Resource};
 use serde::{Deserialize, Serialize};
 
 use super::name;
-use crate::ids;
+use common::ids;
 
 pub const GROUP: &str = "snapshot.storage.k8s.io";
 const VERSION: &str = "v1";
@@ -23,6 +23,10 @@ pub const DEFAULT_CLASS: &str = "snapshot.storage.kubernetes.io/is-default-class
 /// Annotation of a VolumeSnapshot whose value its driver, vSphere's, takes as the base of a delta
 /// instead of the snapshot's handle.
 pub const CHANGE_ID: &str = "csi.vsphere.volume/change-id";
+
+/// Label of a VolumeSnapshotContent: the node whose csi-snapshotter creates the snapshot, with
+/// `--enable-distributed-snapshotting` of the snapshot-controller.
+pub const MANAGED_BY: &str = "snapshot.storage.kubernetes.io/managed-by";
 
 /// A user's request for a snapshot, and its status.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]
@@ -163,6 +167,12 @@ impl VolumeSnapshotContent {
     pub fn ready_handle(&self) -> Option<&str> {
         let status = self.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
         status.snapshot_handle.as_deref().filter(|handle| !handle.is_empty())
+    }
+
+    /// The node that holds the snapshot, as far as the snapshot-controller knows.
+    pub fn node(&self) -> Option<&str> {
+        let node = self.metadata.labels.as_ref()?.get(MANAGED_BY)?;
+        Some(node.as_str()).filter(|node| name::is_object(node))
     }
 
     /// Whether it refers to the VolumeSnapshot: a reference in one direction proves nothing.

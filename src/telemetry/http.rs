@@ -24,6 +24,7 @@ use tokio::time::timeout;
 use super::accept::BackoffAcceptor;
 use super::fair_limit::{self, FairLimit, Labels};
 use super::peer::Peer;
+use super::process;
 use super::shutdown::Shutdown;
 use super::single_flight::{NoResult, SingleFlight};
 
@@ -137,7 +138,8 @@ pub async fn start(
         routes = routes.route(path, get(move || healthz(check.clone())));
     }
     if let Some((path, scrape)) = metrics {
-        let whole: Scrape = Arc::new(move || Ok(fair_limit::scrape()? + &scrape()?));
+        let whole: Scrape =
+            Arc::new(move || Ok(process::scrape()? + &fair_limit::scrape()? + &scrape()?));
         let scrape = SingleFlight::new(whole);
         routes = routes.route(&path, get(move || metrics_page(scrape.clone())));
     }

@@ -22,11 +22,17 @@ struct Call {
     code: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Failure {
+    code: &'static str,
+}
+
 /// The metrics of a process. All clones update the same values.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
     calls: Family<Call, Histogram, fn() -> Histogram>,
+    failures: Family<Failure, Counter>,
     extents: Counter,
     deferred: Counter,
 }
@@ -57,17 +63,31 @@ impl Metrics {
             "Duration of gRPC calls, including whole streams",
             calls.clone(),
         );
+        let failures = Family::<Failure, Counter>::default();
+        registry.register(
+            "rpc_failures",
+            "Failed gRPC calls; each code has a series from the start",
+            failures.clone(),
+        );
         let extents = Counter::default();
         registry.register("streamed_extents", "Extents sent by metadata streams", extents.clone());
         for collector in collectors {
             registry.register_collector(collector);
         }
-        Self { registry: Arc::new(all), calls, extents, deferred }
+        Self { registry: Arc::new(all), calls, failures, extents, deferred }
+    }
+
+    /// Starts the series of a code at 0: Prometheus sees no increase in a series that begins at 1.
+    pub fn expect_failures(&self, code: &'static str) {
+        drop(self.failures.get_or_create(&Failure { code }));
     }
 
     /// Records a call. `method` is the name of an RPC, `code` the name of a gRPC code.
     pub fn observe_call(&self, method: &'static str, code: &'static str, duration: Duration) {
         self.calls.get_or_create(&Call { method, code }).observe(duration.as_secs_f64());
+        if code != "OK" {
+            self.failures.get_or_create(&Failure { code }).inc();
+        }
     }
 
     /// Counts extents sent to a client.
@@ -95,6 +115,7 @@ mod tests {
     #[test]
     fn calls_are_counted_by_method_and_code() {
         let metrics = Metrics::new(Vec::new());
+        metrics.expect_failures("DATA_LOSS");
         metrics.observe_call("CreateVolume", "OK", Duration::from_millis(3));
         metrics.observe_call("CreateVolume", "OK", Duration::from_millis(4));
         metrics.observe_call("CreateVolume", "ABORTED", Duration::from_millis(1));
@@ -104,6 +125,8 @@ mod tests {
         for line in [
             r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="OK"} 2"#,
             r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="ABORTED"} 1"#,
+            r#"csi_loopback_rpc_failures_total{code="ABORTED"} 1"#,
+            r#"csi_loopback_rpc_failures_total{code="DATA_LOSS"} 0"#,
             "csi_loopback_streamed_extents_total 7",
             "\nvolumes_published_with_deferred_ops_total 1",
         ] {

@@ -12,7 +12,7 @@ use super::http::{self, Pages};
 use super::logs;
 use super::shutdown::{BLOCKING_THREADS, Shutdown, run_to_end};
 #[cfg(feature = "failpoints")]
-use crate::fail_point;
+use common::fail_point;
 
 /// Flags of every role. A role must flatten them last, because clap lists the flags that follow a
 /// heading under it.

@@ -1,6 +1,7 @@
 //! Graceful shutdown: `Running → Draining → Ending`. SIGTERM or SIGINT starts draining: no new work
 //! starts, and running work may finish. After the drain timeout, remaining work is aborted with an
-//! error. A second signal exits immediately.
+//! error. A second signal exits immediately, except right after the first: timeout(1) sends its signal
+//! to the program and to its process group, and a terminal sends Ctrl-C to all of a pipeline.
 
 use std::io;
 use std::process::ExitCode;
@@ -10,7 +11,7 @@ use anyhow::Context as _;
 use tokio::runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 /// Threads that serve connections; they only pass messages.
 const THREADS: usize = 2;
@@ -18,6 +19,8 @@ const THREADS: usize = 2;
 pub(super) const BLOCKING_THREADS: usize = 512;
 /// Time for aborted work to report its error to clients.
 const GRACE: Duration = Duration::from_secs(1);
+/// Signals within this time count as one.
+const TOGETHER: Duration = Duration::from_millis(500);
 /// Exit code after a second signal: 128 + SIGTERM, as in a shell.
 const EXIT_SECOND_SIGNAL: i32 = 143;
 
@@ -63,13 +66,23 @@ impl Shutdown {
         let (phase, shutdown) = Self::manual();
         tokio::spawn(async move {
             let name = next_signal(&mut terminate, &mut interrupt).await;
+            let first = Instant::now();
             tracing::info!(signal = name, drain_timeout = ?drain, "draining");
             phase.send_replace(Phase::Draining);
-            tokio::select! {
-                () = sleep(drain) => { phase.send_replace(Phase::Ending); }
-                name = next_signal(&mut terminate, &mut interrupt) => exit_now(name),
-            }
-            exit_now(next_signal(&mut terminate, &mut interrupt).await);
+            let second = async {
+                loop {
+                    let name = next_signal(&mut terminate, &mut interrupt).await;
+                    if first.elapsed() >= TOGETHER {
+                        exit_now(name);
+                    }
+                }
+            };
+            let end = async {
+                sleep(drain).await;
+                phase.send_replace(Phase::Ending);
+                std::future::pending().await
+            };
+            tokio::select! { () = second => {}, () = end => {} }
         });
         Ok(shutdown)
     }

@@ -5,28 +5,14 @@ use std::process::Command;
 
 use csi_loopback::kubernetes::definition::next_step;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
-use serde_json::Value;
 use support::cluster::access::backup_rules;
 use support::cluster::programs::{finish, stdout_of};
-use support::cluster::{Cluster, shared};
+use support::cluster::shared;
 use support::driver::binary;
 use support::path;
 
 use crate::session::rig::Rig;
 use crate::sidecar_certificates::{CRD, install, without_crd};
-
-/// Other tests need the definition, also after a failure of this one.
-struct Restored<'c>(&'c Cluster, Value);
-
-impl Drop for Restored<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let file = self.0.write("crd", &self.1.to_string());
-            let _ = self.0.kubectl(&["delete", "crd", CRD]);
-            let _ = self.0.kubectl(&["create", "-f", path(&file)]);
-        }
-    }
-}
 
 /// While it runs, no SnapshotMetadataService of the current version exists.
 #[test]
@@ -47,8 +33,8 @@ fn the_former_definition_is_reported_with_the_next_step() {
         println!("{message}");
         message
     };
-    let (crd, _, client) = without_crd(cluster);
-    let _restored = Restored(cluster, crd.clone());
+    let (definition, _, client) = without_crd(cluster);
+    let crd = &definition.crd;
     let step = || cluster.block_on(next_step::<SnapshotMetadataService>(&client));
     cluster.wait_for("the end of the definition", || {
         list().contains("install the CustomResourceDefinition").then_some(())
@@ -71,7 +57,7 @@ fn the_former_definition_is_reported_with_the_next_step() {
     let refused = String::from_utf8(applied.stderr).unwrap();
     assert!(refused.contains("storedVersions"), "{refused}");
     stdout_of(cluster.kubectl(&["delete", "crd", CRD]));
-    install(cluster, &crd);
+    install(cluster, crd);
     cluster.wait_for("the definition", || {
         list().contains("no SnapshotMetadataService is named").then_some(())
     });

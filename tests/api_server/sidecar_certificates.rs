@@ -209,7 +209,7 @@ fn a_manual_ca_rotation_fails_no_handshake() {
     let replicas =
         [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "20s"), driver));
     let old = cluster.wait_for("the service", || ca_cert(cluster, driver));
-    let (cert, key) = former_authority("Example's own");
+    let (cert, key) = administrators_authority("Example's own");
     let secrets = cluster.api_in::<Secret>(&namespace);
     let put = |entries: &[(&str, &str)]| {
         let data = entries.iter().map(|(key, text)| ((*key).to_owned(), bytes(text)));
@@ -230,54 +230,12 @@ fn a_manual_ca_rotation_fails_no_handshake() {
     connect_until(cluster, &replicas, &[&cert], |seen| seen.iter().all(|one| !one.is_empty()));
 }
 
-/// The format before authorities were persistent: with a successor and a predecessor, expiring in a
-/// year.
-#[test]
-fn a_secret_of_the_former_format_is_migrated() {
-    let Some(cluster) = shared() else { return };
-    let namespace = cluster.namespace("former");
-    let client = cluster.client_as(&grant(cluster, &namespace, true));
-    let driver = "former.example";
-    let [signing, next, previous] =
-        ["12", "34", "56"].map(|one| former_authority(&format!("csi-loopback-sidecar {one}")));
-    let bundle = format!("{}{}{}", signing.0, next.0, previous.0);
-    cluster.secret(
-        &namespace,
-        SECRET,
-        &[
-            ("signing.crt", &signing.0),
-            ("signing.key", &signing.1),
-            ("next.crt", &next.0),
-            ("next.key", &next.1),
-            ("next-published", "2026-01-01T00:00:00.000Z"),
-            ("previous.crt", &previous.0),
-            ("previous-until", "2036-01-01T00:00:00.000Z"),
-            ("ca.crt", &bundle),
-        ],
-    );
-    let secrets = cluster.api_in::<Secret>(&namespace);
-    let label = json!({ "app.kubernetes.io/managed-by": "csi-loopback-sidecar" });
-    cluster.merge(&secrets, SECRET, &json!({ "metadata": { "labels": label } }));
-    let replicas = [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "1h"), driver));
-    let now = cluster.wait_for("the service", || ca_cert(cluster, driver));
-    // Clients that trust the former or the persistent certificate can connect.
-    for pem in [&signing.0, &bundle, &now] {
-        for replica in &replicas {
-            cluster.block_on(connect(replica.port, pem)).unwrap();
-        }
-    }
-    assert!(!now.contains(signing.0.trim()) && now.contains(next.0.trim()), "{now}");
-    let data = cluster.get(&secrets, SECRET).unwrap().data.unwrap();
-    assert_eq!(data.keys().collect::<Vec<_>>(), ["ca.crt", "signing.crt", "signing.key"]);
-    assert_eq!(data["signing.key"], bytes(&signing.1));
-}
-
 fn bytes(text: &str) -> ByteString {
     ByteString(text.as_bytes().to_vec())
 }
 
-/// Certificate and key of an authority of this name, which expires in a year.
-fn former_authority(name: &str) -> (String, String) {
+/// Certificate and key of an authority of this name, as an administrator creates it.
+fn administrators_authority(name: &str) -> (String, String) {
     let mut params = rcgen::CertificateParams::default();
     params.distinguished_name.push(rcgen::DnType::CommonName, name);
     params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
@@ -522,11 +480,11 @@ fn published_authorities_follow_their_file() {
 #[ignore = "full tier"]
 fn a_crd_that_comes_later_is_waited_for() {
     let Some(cluster) = shared() else { return };
-    let (crd, namespace, client) = without_crd(cluster);
+    let (definition, namespace, client) = without_crd(cluster);
     let driver = "crd.example";
     let _replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
     std::thread::sleep(Duration::from_secs(3));
-    install(cluster, &crd);
+    install(cluster, &definition.crd);
     cluster.wait_for("the service", || ca_cert(cluster, driver));
 }
 
@@ -535,8 +493,8 @@ fn a_crd_that_comes_later_is_waited_for() {
 #[test]
 fn a_crd_without_the_newest_field_is_enough() {
     let Some(cluster) = shared() else { return };
-    let (crd, namespace, client) = without_crd(cluster);
-    let mut older = crd.clone();
+    let (definition, namespace, client) = without_crd(cluster);
+    let mut older = definition.crd.clone();
     let schema = &mut older["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
     let fields = schema["properties"]["spec"]["properties"].as_object_mut().unwrap();
     assert!(fields.remove("requireBaseSnapshotForDelta").is_some());
@@ -548,16 +506,33 @@ fn a_crd_without_the_newest_field_is_enough() {
         let _replica = start(cluster, &client, flags, driver);
         cluster.wait_for("the service", || ca_cert(cluster, driver));
     }
-    install(cluster, &crd);
+    install(cluster, &definition.crd);
 }
 
 pub const CRD: &str = "snapshotmetadataservices.cbt.storage.k8s.io";
 
+/// The shared definition, deleted. Other tests need it: a panic installs it again.
+pub struct Deleted<'c> {
+    cluster: &'c Cluster,
+    pub crd: serde_json::Value,
+}
+
+impl Drop for Deleted<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let file = self.cluster.write("crd", &self.crd.to_string());
+            let _ = self.cluster.kubectl(&["delete", "crd", CRD]);
+            let _ = self.cluster.kubectl(&["create", "-f", support::path(&file)]);
+        }
+    }
+}
+
 /// Deletes the definition; returns it, and a namespace and client of a sidecar's account.
-pub fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
+pub fn without_crd(cluster: &Cluster) -> (Deleted<'_>, String, kube::Client) {
     let crd = stdout_of(cluster.kubectl(&["get", "crd", CRD, "-o", "json"]));
     let mut crd: serde_json::Value = serde_json::from_str(&crd).unwrap();
     crd["metadata"] = json!({ "name": CRD, "annotations": crd["metadata"]["annotations"] });
+    let deleted = Deleted { cluster, crd };
     stdout_of(cluster.kubectl(&["delete", "crd", CRD]));
     let namespace = cluster.namespace("crd");
     let account = cluster.account(&namespace, "sidecar");
@@ -566,7 +541,7 @@ pub fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Clien
     let rules = [rule("cbt.storage.k8s.io", &["snapshotmetadataservices"], &verbs)];
     cluster.grant(&account, &rules);
     let client = cluster.client_as(&account);
-    (crd, namespace, client)
+    (deleted, namespace, client)
 }
 
 pub fn install(cluster: &Cluster, crd: &serde_json::Value) {

@@ -2,7 +2,7 @@
 //! work, and the call must converge when it is repeated after the next start.
 //!
 //! Fail points are in the source between steps that change disk, catalog or kernel
-//! (src/fail_point.rs). A scenario is a call with its preconditions and postconditions. It runs
+//! (src/common/fail_point.rs). A scenario is a call with its preconditions and postconditions. It runs
 //! once to find the fail points that it meets, and then once for each of them.
 //!
 //!     CRASH_POOLS=all      test every point of every scenario on every kind of pool, including

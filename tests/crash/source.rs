@@ -79,8 +79,12 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
 }
 
 /// Files whose fail points the driver does not meet.
-const OTHER_ROLES: [&str; 4] =
-    ["src/crust", "src/runtime_ops", "src/oci_runtime", "src/node_proxy"];
+const OTHER_ROLES: [&str; 4] = [
+    "src/deferral/crust",
+    "src/deferral/runtime_ops",
+    "src/deferral/oci_runtime",
+    "src/deferral/node_proxy",
+];
 
 /// The names of all fail points of the driver.
 pub fn points() -> BTreeSet<String> {
@@ -101,7 +105,7 @@ pub fn points() -> BTreeSet<String> {
 /// Functions of the backend that change state without a fail point.
 pub fn functions_without_points() -> Vec<String> {
     let mut found = Vec::new();
-    for path in sources(Path::new("src/backend")) {
+    for path in sources(Path::new("src/storage")) {
         let shown = path.display().to_string();
         // The first file wraps system calls, which count as steps of their callers.
         if shown.contains("/sys/") || shown.contains("/tests") {

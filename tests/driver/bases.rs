@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::admin::v1 as admin;
+use csi_loopback::proto::csi::v1 as csi;
 use prost_types::Timestamp;
 use serde_json::Value;
 use support::driver::*;
@@ -112,6 +113,46 @@ fn metrics_report_retained_bases_and_the_next_expiry() {
 }
 
 #[test]
+fn metrics_report_the_age_of_snapshots() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::with(PoolKind::Image, &["--http-endpoint", "127.0.0.1:0"]);
+    let metric = |name: &str| {
+        let (_, body) = fetch(http_address(&driver), "/metrics");
+        let prefix = format!("csi_loopback_{name} ");
+        let value = body.lines().find_map(|line| line.strip_prefix(&prefix));
+        value.map(|value| value.parse::<i64>().unwrap())
+    };
+    let times = || {
+        ["newest", "stalest_volume"].map(|of| metric(&format!("{of}_snapshot_timestamp_seconds")))
+    };
+    let [old, new, _without] =
+        ["old", "new", "without"].map(|name| driver.volume(name, MIB, block()));
+    assert_eq!((times(), metric("volumes_without_snapshot")), ([None; 2], Some(3)));
+    let taken = |name: &str, volume: &str| {
+        let req = csi::CreateSnapshotRequest {
+            name: name.to_owned(),
+            source_volume_id: volume.to_owned(),
+            ..Default::default()
+        };
+        driver.ok(req).snapshot.unwrap()
+    };
+    let first = taken("first", &old);
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    let second = taken("second", &new);
+    let [first_at, second_at] =
+        [&first, &second].map(|snapshot| Some(snapshot.creation_time.unwrap().seconds));
+    assert!(first_at < second_at);
+    assert_eq!((times(), metric("volumes_without_snapshot")), ([second_at, first_at], Some(1)));
+    // Backup clients delete the snapshots that they have read.
+    driver.ok(delete_snapshot(&first.snapshot_id));
+    assert_eq!(times(), [second_at, first_at]);
+    driver.ok(delete_volume(&old));
+    assert_eq!((times(), metric("volumes_without_snapshot")), ([second_at; 2], Some(1)));
+}
+
+#[test]
 fn each_error_names_its_field() {
     if !have_root() {
         return;
@@ -163,7 +204,7 @@ fn the_commands_list_keep_and_release_bases() {
     let listed: Vec<_> = listed.as_array().unwrap().iter().map(|row| &row["snapshot_id"]).collect();
     assert_eq!(listed, [&c, &b, &a]);
     let kept = driver.cli_json(&["base", "keep", &a, "--until", "2099-01-31"]);
-    assert_eq!(kept[0]["expires"], "2099-01-31T00:00:00.000Z");
+    assert_eq!(kept[0]["expires"], "2099-01-31T00:00:00Z");
     assert_eq!(kept[0]["volume_id"], volume.as_str());
     let kept = driver.cli_json(&["base", "keep", "c", "--for", "30days"]);
     assert_eq!(
@@ -173,7 +214,7 @@ fn the_commands_list_keep_and_release_bases() {
     let shown = driver.cli(&["base", "list", "--target", "c"]);
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(
-        shown.contains("for 30days") && shown.contains("until 2099-01-31T00:00:00.000Z"),
+        shown.contains("for 30 days") && shown.contains("until 2099-01-31T00:00:00Z"),
         "{shown}"
     );
     let kept = driver.cli_json(&["base", "keep", &a, "--default"]);

@@ -302,9 +302,9 @@ fn volumes_and_snapshots_are_created_on_this_node_only() {
         };
         let elsewhere = snapshot("elsewhere", vec![at("node-2")]);
         driver.refused(elsewhere, Code::ResourceExhausted, "accessibility_requirements");
-        let cut = driver.ok(snapshot("here", vec![at("node-2"), at("node-1")])).snapshot.unwrap();
-        assert_eq!(cut.accessible_topology, [at("node-1")]);
-        assert_eq!(all_snapshots(driver), [cut]);
+        let taken = driver.ok(snapshot("here", vec![at("node-2"), at("node-1")])).snapshot.unwrap();
+        assert_eq!(taken.accessible_topology, [at("node-1")]);
+        assert_eq!(all_snapshots(driver), [taken]);
         let room = |place: csi::Topology| {
             let accessible_topology = Some(place);
             driver.ok(csi::GetCapacityRequest { accessible_topology, ..Default::default() })

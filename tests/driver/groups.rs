@@ -42,7 +42,7 @@ fn a_group_snapshot_has_one_point_in_time() {
                     written.store(number, Ordering::Relaxed);
                 }
             });
-            let cut = |round: usize| {
+            let take = |round: usize| {
                 // Greater than in the previous snapshot, however late the writer is scheduled.
                 let before = written.load(Ordering::Relaxed);
                 wait_for("the pod continues to write", || {
@@ -51,7 +51,7 @@ fn a_group_snapshot_has_one_point_in_time() {
                 let order = [&*ids[round % 2], &*ids[(round + 1) % 2]];
                 driver.call(create_group_snapshot(&format!("g{round}"), &order))
             };
-            (0..6).map(cut).collect::<Vec<_>>()
+            (0..6).map(take).collect::<Vec<_>>()
         });
         let mut last = 0;
         for (round, group) in groups.into_iter().enumerate() {

@@ -1,5 +1,5 @@
 //! The fuzz targets of fuzz/targets, without libFuzzer: each replays its seeds, and then runs a
-//! fixed number of mutations of them. hack/fuzz.sh and hack/soak.sh explore further with libFuzzer.
+//! fixed number of mutations of them. hack/soak.sh explores further with libFuzzer.
 //!
 //! FUZZ_INPUTS  mutated inputs per target
 //! FUZZ_SEED    seed of the mutations (random)
@@ -19,12 +19,12 @@ use csi_loopback_fuzz_targets::{TARGETS, each_target};
 use support::random::Random;
 use support::setting;
 
-/// The limits of hack/fuzz.sh.
+/// The limits of hack/soak.sh.
 const MAX_BYTES: usize = 8192;
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// About 5 s per target.
-const INPUTS: u64 = 100_000;
+/// About 3 s per target.
+const INPUTS: u64 = 50_000;
 
 macro_rules! tests {
     ($($name:ident)*) => {
@@ -66,9 +66,9 @@ fn explore(name: &str, target: fn(&[u8])) {
     let inputs = setting("FUZZ_INPUTS").unwrap_or(INPUTS) / share(name);
     let seed = setting("FUZZ_SEED").unwrap_or_else(Random::new_seed);
     support::report(&format!("{} seeds, {inputs} inputs from seed {seed}", seeds.len()));
-    let mut mutator = Mutator { random: Random::new(seed), seeds: &seeds };
+    let mut random = Random::new(seed);
     for number in 0..inputs {
-        let input = mutator.input();
+        let input = input(&mut random, &seeds);
         if let Err(failure) = runner.run(&input) {
             let file = save(&format!("{name}-{seed}-{number}"), &input);
             fail(name, &file, &format!("input {number} from seed {seed}: {failure}"));
@@ -154,98 +154,28 @@ fn message(panic: &(dyn Any + Send)) -> String {
     text.unwrap_or_else(|| "the target panicked".to_owned())
 }
 
-/// Mutates seeds. The same random numbers give the same inputs.
-struct Mutator<'a> {
-    random: Random,
-    seeds: &'a [Vec<u8>],
-}
-
-impl Mutator<'_> {
-    fn input(&mut self) -> Vec<u8> {
-        let mut bytes = self.seed();
-        if self.random.one_in(16) {
-            let length = self.random.below(256);
-            bytes = self.bytes(length);
-        }
-        for _ in 0..=self.random.below(6) {
-            self.mutate(&mut bytes);
-        }
-        bytes.truncate(MAX_BYTES);
-        bytes
-    }
-
-    fn mutate(&mut self, bytes: &mut Vec<u8>) {
-        let at = self.at(bytes);
-        let run = at..(at + 1 + self.random.below(16) as usize).min(bytes.len());
-        match self.random.below(9) {
-            0 if at < bytes.len() => bytes[at] ^= 1 << self.random.below(8),
-            1 if at < bytes.len() => bytes[at] = self.byte(),
-            2 => {
-                let integer = self.integer();
-                let end = (at + integer.len()).min(bytes.len());
-                bytes[at..end].copy_from_slice(&integer[..end - at]);
-            }
-            3 => {
-                let length = 1 + self.random.below(8);
-                let inserted = self.bytes(length);
-                bytes.splice(at..at, inserted);
-            }
+/// A seed with up to six mutations. The same random numbers give the same input.
+fn input(random: &mut Random, seeds: &[Vec<u8>]) -> Vec<u8> {
+    let seed = |random: &mut Random| random.pick(seeds).expect("a target has a seed").clone();
+    let mut bytes = seed(random);
+    for _ in 0..=random.below(6) {
+        // An offset in the bytes, or their length.
+        let at = random.below(bytes.len() as u64 + 1) as usize;
+        let run = at..(at + 1 + random.below(16) as usize).min(bytes.len());
+        match random.below(6) {
+            0 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
+            1 if at < bytes.len() => bytes[at] = random.next_u64() as u8,
+            2 => drop(bytes.splice(at..at, random.next_u64().to_le_bytes())),
+            3 => drop(bytes.drain(run)),
             4 => {
-                bytes.drain(run);
-            }
-            5 => {
-                let copied = bytes[run].to_vec();
-                let to = self.at(bytes);
-                bytes.splice(to..to, copied);
-            }
-            6 => {
-                let other = self.seed();
-                let from = self.at(&other);
+                let other = seed(random);
+                let from = random.below(other.len() as u64 + 1) as usize;
                 bytes.splice(at.., other[from..].iter().copied());
             }
-            7 => {
-                let other = self.seed();
-                let from = self.at(&other);
-                let length = self.random.below((other.len() - from + 1) as u64) as usize;
-                bytes.splice(at..at, other[from..from + length].iter().copied());
-            }
-            _ if self.random.one_in(4) => bytes.truncate(at),
-            _ => bytes.splice(at..at, [self.byte()]).for_each(drop),
+            _ if random.one_in(4) => bytes.truncate(at),
+            _ => bytes.extend_from_within(run),
         }
     }
-
-    fn seed(&mut self) -> Vec<u8> {
-        self.random.pick(self.seeds).expect("a target has a seed").clone()
-    }
-
-    /// An offset in the bytes, or their length.
-    fn at(&mut self, bytes: &[u8]) -> usize {
-        self.random.below(bytes.len() as u64 + 1) as usize
-    }
-
-    fn bytes(&mut self, length: u64) -> Vec<u8> {
-        (0..length).map(|_| self.byte()).collect()
-    }
-
-    /// Half of the bytes are characters of text formats or small numbers.
-    fn byte(&mut self) -> u8 {
-        let known = b"\0\x01\n -=/\\.,:;\"'[]{}0123456789aeEzZ\x7f\x80\xff";
-        if self.random.one_in(2) {
-            known[self.random.below(known.len() as u64) as usize]
-        } else {
-            self.random.next_u64() as u8
-        }
-    }
-
-    /// An integer near a power of two, in one, two, four or eight bytes, in either byte order.
-    fn integer(&mut self) -> Vec<u8> {
-        let width = 1 << self.random.below(4);
-        let power = 1_u64.rotate_left(self.random.below(64) as u32);
-        let integer = power.wrapping_add(self.random.below(3)).wrapping_sub(1);
-        let mut bytes = integer.to_le_bytes()[..width].to_vec();
-        if self.random.one_in(2) {
-            bytes.reverse();
-        }
-        bytes
-    }
+    bytes.truncate(MAX_BYTES);
+    bytes
 }

@@ -1,13 +1,14 @@
 //! Tests of files and messages. They run as any user, in parallel.
 
 mod architecture;
+mod chart;
+mod conformance;
 mod deploy_crds;
 mod fuzz;
 mod language;
 mod monitoring;
 mod names;
 mod requirements;
-mod source;
 mod tree;
 mod versions;
 mod wire;

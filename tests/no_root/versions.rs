@@ -26,3 +26,24 @@ fn the_snapshot_controller_is_of_the_release_of_csi_snapshotter() {
         assert!(text.contains(installs), "{script} installs another manifest");
     }
 }
+
+/// hack/release-check.sh runs the commands of README.md, which names the files of this version.
+#[test]
+fn the_install_block_of_the_readme_is_that_of_the_guide() {
+    let read = |file: &str| fs::read_to_string(root().join(file)).unwrap();
+    let readme = read("README.md");
+    let (_, block) = readme.split_once("\n## Install\n").unwrap();
+    let (block, _) = block.split_once("\n## ").unwrap();
+    let commands: Vec<&str> = block
+        .lines()
+        .filter_map(|line| line.strip_prefix("    "))
+        .filter(|line| !line.starts_with('#'))
+        .collect();
+    assert!(commands.len() >= 5, "{commands:?}");
+    let guide = read("docs/guide/install.md");
+    for command in commands {
+        assert!(guide.contains(&format!("  {command}\n")), "the guide has no {command}");
+    }
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(block.contains(&format!("csi-loopback_{version}_amd64.deb")), "{block}");
+}

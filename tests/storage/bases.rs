@@ -156,7 +156,7 @@ fn bases_are_listed_newest_first_by_volume_or_target() {
     assert_eq!(paged, ids);
     for bad in ["x", "-1", "+1", "", "99999999999999999999999"] {
         let refused = pool.backend().bases(&of_volume, Some(bad), 2);
-        assert!(matches!(refused, Err(Error::Busy(_))), "{bad:?}");
+        assert!(matches!(refused, Err(Error::StaleToken(_))), "{bad:?}");
     }
     let of_target = |id: &str| bases(pool.backend(), &BaseFilter::Target(id.to_owned()));
     let chain: Vec<_> = of_target(&id(3)).into_iter().map(|(id, _)| id).collect();

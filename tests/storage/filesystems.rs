@@ -4,7 +4,7 @@
 //! time of the writer's file. A snapshot plus the delta to another equals the other in every byte,
 //! also if the base is deleted.
 //!
-//! `FILESYSTEMS_SECONDS` sets the load time for each filesystem on each kind of pool (2).
+//! `FILESYSTEMS_SECONDS` sets the load time for each filesystem on each kind of pool (1).
 
 use std::fs::{self, File};
 use std::ops::RangeInclusive;
@@ -32,7 +32,7 @@ const PIECE: Duration = Duration::from_secs(6);
 const LONGEST_PAUSE: u64 = 600;
 
 fn seconds() -> u64 {
-    setting("FILESYSTEMS_SECONDS").unwrap_or(2)
+    setting("FILESYSTEMS_SECONDS").unwrap_or(1)
 }
 
 /// Instead of a filesystem name: a raw block volume.

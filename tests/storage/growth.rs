@@ -148,7 +148,7 @@ fn an_ext4_of_any_size_grows_by_any_factor() {
         let sizes = |factor: u64| mib.map(|mib| (mib * MIB, (mib * MIB * factor).min(4096 * GIB)));
         let sizes = [3, 1023, 1025, 5000].into_iter().flat_map(sizes);
         // All of them in hack/soak.sh.
-        let every = setting("GROWTH_EVERY").unwrap_or(4) as usize;
+        let every = setting("GROWTH_EVERY").unwrap_or(7) as usize;
         let sizes: Vec<(u64, u64)> = sizes.step_by(every).collect();
         ALL_KINDS.into_iter().for_each(|kind| grows_by_any_factor(kind, &sizes));
     }

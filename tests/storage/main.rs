@@ -8,6 +8,7 @@ mod corruption;
 mod failures;
 mod features;
 mod filesystems;
+mod former_release;
 mod full_disk;
 mod full_operations;
 mod full_pool;

@@ -278,7 +278,7 @@ fn clone_volume(rig: &mut Rig, world: &World) -> Rest {
 fn take_snapshot(rig: &mut Rig, world: &World) -> Rest {
     let (backend, id, name) =
         (rig.backend().clone(), world.volume.id.clone(), rig.name("compared"));
-    let thread = rig.points.hold("cut.comparing", move || backend.create_snapshot(&name, &id));
+    let thread = rig.points.hold("snapshot.comparing", move || backend.create_snapshot(&name, &id));
     Box::new(|rig, world| {
         let next = rig.points.release(thread)?;
         // Reading the snapshot needs space.

@@ -158,7 +158,7 @@ fn report_rounds(
     charts.rest.push((x, rest));
     let plain: Samples = found.plain.into_iter().collect();
     charts.plain.push((x, plain.median()));
-    let others = ["settle", "seal", "record", "commit"].map(|step| {
+    let others = ["flush", "seal", "record", "commit"].map(|step| {
         format!("{step} {}", time(median(&|steps| steps.get(step).copied().unwrap_or_default())))
     });
     report.note(format!("extents: other steps at {count} extents: {}", others.join(", ")));

@@ -9,6 +9,7 @@ pub mod fio;
 pub mod large;
 pub mod memory;
 pub mod month;
+pub mod pods;
 pub mod proxy;
 pub mod repository;
 pub mod sidecar;

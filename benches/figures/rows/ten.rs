@@ -154,7 +154,7 @@ pub fn snapshot(options: Options, report: &mut Report) -> Result<()> {
     })?;
     let what = format!("CreateSnapshot, {}, few extents", bytes(size(options)));
     let steps =
-        ["pre_clone", "settle", "clone", "seal", "compare", "record", "commit"].map(|step| {
+        ["pre_clone", "flush", "clone", "seal", "compare", "record", "commit"].map(|step| {
             let times = all_steps.iter().filter_map(|steps| steps.get(step).copied());
             let times: Samples = times.collect();
             format!("{step} {}", time(times.median()))
@@ -247,7 +247,7 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
         std::thread::sleep(Duration::from_millis(500));
         Ok(())
     })?;
-    let (mut frozen, mut settle, mut clone, mut stalls) = (vec![], vec![], vec![], vec![]);
+    let (mut frozen, mut flush, mut clone, mut stalls) = (vec![], vec![], vec![], vec![]);
     let cost = driver.measure(1, options.pick(9, 2), |run| {
         let snapshot = writer::write_during(&file, &blocks, run as u64 + 2, || {
             let begun = Instant::now();
@@ -257,7 +257,7 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
         let steps = driver.last_snapshot_steps()?;
         if run > 0 {
             for (name, found) in
-                [("frozen", &mut frozen), ("settle", &mut settle), ("clone", &mut clone)]
+                [("frozen", &mut frozen), ("flush", &mut flush), ("clone", &mut clone)]
             {
                 found.extend(steps.get(name).copied());
             }
@@ -267,14 +267,14 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
     })?;
     let what = "CreateSnapshot of a mounted ext4 with a writer";
     report.row(Row::times("snapshot", what, &cost));
-    let settle: Samples = settle.into_iter().collect();
+    let flush: Samples = flush.into_iter().collect();
     let clone: Samples = clone.into_iter().collect();
     let frozen: Samples = frozen.into_iter().collect();
     let parts = format!(
         "flush to the backing file {}, final FICLONE {}, FIFREEZE and FITHAW of ext4 {}",
-        time(settle.median()),
+        time(flush.median()),
         time(clone.median()),
-        time((frozen.median() - settle.median() - clone.median()).max(0.0))
+        time((frozen.median() - flush.median() - clone.median()).max(0.0))
     );
     let row = Row::samples("snapshot", "frozen time of this call", &frozen, "seconds", time);
     report.row(row.against(parts, None));

@@ -39,7 +39,7 @@ fn check(input: Input) {
         extents.collect::<Result<Vec<Extent>, Error>>()
     };
     let style = input.fixed.map_or(Style::Variable, Style::Fixed);
-    let (offset, per_message) = match fuzzing::window(input.starting_offset, input.max_results) {
+    let (offset, per_message) = match fuzzing::part(input.starting_offset, input.max_results) {
         Ok(window) => window,
         Err(Error::OutOfRange(_)) => return assert!(input.starting_offset < 0),
         Err(error) => return assert!(input.max_results < 0, "{error:?}"),

@@ -36,7 +36,7 @@ pub fn requests(input: &[u8]) {
             Ok(())
         }),
         4 => decoded(bytes, |req: &csi::GetMetadataDeltaRequest| {
-            fuzzing::window(req.starting_offset, req.max_results).map(drop)
+            fuzzing::part(req.starting_offset, req.max_results).map(drop)
         }),
         5 => decoded(bytes, |req: &csi::ControllerExpandVolumeRequest| {
             fuzzing::capacity_range(req.capacity_range.as_ref()).map(drop)

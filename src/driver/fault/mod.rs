@@ -3,6 +3,8 @@
 //! not know about faults.
 
 mod rule;
+mod scenario;
+mod wrong;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,9 +15,12 @@ use std::time::{Duration, SystemTime};
 use tonic::Status;
 
 pub use rule::{Kind, Rule};
+pub use scenario::{SCENARIOS, checklist};
+pub use wrong::{Requested, Wrong};
 
-use super::call::Subject;
-use crate::backend::{Backend, Extent, Snapshot};
+use crate::status::{self, Failure};
+use grpc::call::Subject;
+use storage::{Backend, Extent, Snapshot};
 
 /// The fault rules of a driver, shared by all clones.
 #[derive(Clone, Default)]
@@ -25,6 +30,7 @@ pub struct Faults(Arc<Vec<Armed>>);
 struct Armed {
     rule: Rule,
     remaining: AtomicU64,
+    seen: Arc<wrong::Seen>,
 }
 
 impl Armed {
@@ -55,7 +61,11 @@ enum StreamFault {
 
 impl Faults {
     pub fn new(rules: Vec<Rule>) -> Self {
-        let arm = |rule: Rule| Armed { remaining: AtomicU64::new(rule.times.unwrap_or(0)), rule };
+        let arm = |rule: Rule| Armed {
+            remaining: AtomicU64::new(rule.times.unwrap_or(0)),
+            rule,
+            seen: Arc::default(),
+        };
         let armed: Vec<_> = rules.into_iter().map(arm).collect();
         for Armed { rule, .. } in &armed {
             tracing::warn!(?rule, "fault injection is enabled (--fault)");
@@ -89,8 +99,11 @@ impl Faults {
                     sleep(time)
                 }
                 Kind::IoError { after: None } if armed.fires(method) => return Err(io_error()),
-                Kind::TrackingLost if reads_delta(method, subject) && armed.fires(method) => {
-                    return Err(Status::failed_precondition(
+                Kind::TrackingLost { code }
+                    if reads_delta(method, subject) && armed.fires(method) =>
+                {
+                    return Err(Status::new(
+                        code,
                         "the changes between these snapshots are unknown (--fault \
                          tracking-lost); take a full backup",
                     ));
@@ -124,6 +137,16 @@ impl Faults {
         }
         faults.sort_by_key(|(after, _)| *after);
         Stream::Faulty(FaultyStream { extents, passed: 0, faults, ended: false })
+    }
+
+    /// How the response to a metadata call is made wrong, if it is.
+    pub fn wrong(&self, method: &str, subject: &Subject) -> Option<Wrong> {
+        self.matching(method, subject).find_map(|armed| match armed.rule.kind {
+            Kind::WrongMetadata { way, at } if armed.fires(method) => {
+                Some(Wrong { way, at, seen: armed.seen.clone() })
+            }
+            _ => None,
+        })
     }
 
     /// Whether a snapshot is ready to use (CSI Snapshot.ready_to_use).
@@ -197,7 +220,7 @@ pub struct FaultyStream<I> {
 impl<I, E> Iterator for FaultyStream<I>
 where
     I: Iterator<Item = Result<Extent, E>>,
-    E: Into<Status>,
+    E: Into<Failure>,
 {
     type Item = Result<Extent, Status>;
 
@@ -219,7 +242,7 @@ where
             return None;
         }
         self.passed += 1;
-        self.extents.next().map(|extent| extent.map_err(Into::into))
+        self.extents.next().map(|extent| extent.map_err(status::of))
     }
 }
 

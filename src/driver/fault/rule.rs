@@ -7,8 +7,10 @@ use prost::Message;
 use prost_types::FileDescriptorSet;
 use tonic::Code;
 
-use crate::grpc::code_named;
-use crate::proto::FILE_DESCRIPTOR_SET;
+use super::scenario;
+use super::wrong::Way;
+use grpc::code_named;
+use grpc::proto::FILE_DESCRIPTOR_SET;
 
 /// Maximum delay of a rule.
 const MAX_TIME: Duration = Duration::from_secs(3600);
@@ -38,8 +40,10 @@ pub enum Kind {
     /// A call fails like a disk error; with a number, a metadata stream fails after that many
     /// extents.
     IoError { after: Option<u64> },
-    /// The changes between two snapshots are unknown.
-    TrackingLost,
+    /// The changes between two snapshots are unknown: a delta fails with this code.
+    TrackingLost { code: Code },
+    /// A metadata response violates CSI; `at` selects a tuple by an offset in bytes.
+    WrongMetadata { way: Way, at: Option<u64> },
 }
 
 impl Kind {
@@ -51,7 +55,8 @@ impl Kind {
             Self::SlowSnapshot { .. } => "slow-snapshot",
             Self::NotReady { .. } => "not-ready",
             Self::IoError { .. } => "io-error",
-            Self::TrackingLost => "tracking-lost",
+            Self::TrackingLost { .. } => "tracking-lost",
+            Self::WrongMetadata { .. } => "wrong-metadata",
         }
     }
 }
@@ -60,6 +65,11 @@ impl FromStr for Rule {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let (first, rest) = text.split_once(',').map_or((text, None), |(a, b)| (a, Some(b)));
+        if let Some(rule) = scenario::rule(first) {
+            let rest = rest.map(|rest| format!(",{rest}")).unwrap_or_default();
+            return format!("{rule}{rest}").parse();
+        }
         let mut parts = text.split(',');
         let name = parts.next().unwrap_or_default();
         let mut keys = Keys::read(parts)?;
@@ -75,11 +85,23 @@ impl FromStr for Rule {
             "slow-snapshot" => Kind::SlowSnapshot { time: keys.time("for")? },
             "not-ready" => Kind::NotReady { time: keys.time("for")? },
             "io-error" => Kind::IoError { after: keys.number("after")? },
-            "tracking-lost" => Kind::TrackingLost,
+            "tracking-lost" => {
+                Kind::TrackingLost { code: keys.code("code")?.unwrap_or(Code::FailedPrecondition) }
+            }
+            "wrong-metadata" => Kind::WrongMetadata {
+                way: Way::named(
+                    &keys.take("how").ok_or("how=HOW is missing, such as lost-tuple")?,
+                )?,
+                at: keys.number("at")?,
+            },
             _ => {
+                let scenarios = scenario::SCENARIOS.iter().map(|one| one.name);
+                let scenarios: Vec<_> =
+                    scenarios.map(|one| format!("{}{one}", scenario::PREFIX)).collect();
                 return Err(format!(
                     "unknown fault {name:?}; use stream-abort, stream-stall, slow-snapshot, \
-                     not-ready, io-error or tracking-lost"
+                     not-ready, io-error, tracking-lost, wrong-metadata, {}",
+                    scenarios.join(", ")
                 ));
             }
         };
@@ -177,7 +199,12 @@ mod tests {
             ("not-ready,for=1s", Kind::NotReady { time: second }),
             ("io-error", Kind::IoError { after: None }),
             ("io-error,after=3", Kind::IoError { after: Some(3) }),
-            ("tracking-lost", Kind::TrackingLost),
+            ("tracking-lost", Kind::TrackingLost { code: Code::FailedPrecondition }),
+            ("tracking-lost,code=NOT_FOUND", Kind::TrackingLost { code: Code::NotFound }),
+            (
+                "wrong-metadata,how=lost-tuple,at=4096",
+                Kind::WrongMetadata { way: Way::LostTuple, at: Some(4096) },
+            ),
         ];
         for (text, kind) in cases {
             assert!(text.starts_with(kind.name()));
@@ -202,6 +229,8 @@ mod tests {
             ("stream-stall", "for=TIME"),
             ("stream-stall,for=2h", "at most 1h"),
             ("stream-abort,code=OK", "code=OK"),
+            ("wrong-metadata", "how=HOW"),
+            ("wrong-metadata,how=other", "lost-tuple"),
             ("not-ready,for=1s,times=1", "does not take \"times\""),
         ] {
             let error = text.parse::<Rule>().unwrap_err();

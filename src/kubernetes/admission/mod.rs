@@ -26,8 +26,8 @@ pub use self::request::ReviewRequest;
 use self::request::{Sender, head, request_for};
 use super::client::Failure;
 use super::https::Memory;
-use crate::grpc::{MAX_MESSAGE, truncate};
-use crate::telemetry::peer::Peer;
+use common::text::{MAX_MESSAGE, truncate};
+use telemetry::peer::Peer;
 
 /// Maximum bytes of one warning, and of all warnings of an object: the API server truncates longer
 /// ones.

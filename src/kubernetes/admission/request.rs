@@ -11,9 +11,9 @@ use serde::de::DeserializeOwned;
 use serde_json::error::Category;
 
 use super::Refusal;
-use crate::kubernetes::bounded::{self, List, Map, Parsed};
-use crate::kubernetes::https::Memory;
-use crate::telemetry::peer::Peer;
+use crate::bounded::{self, List, Map, Parsed};
+use crate::https::Memory;
+use telemetry::peer::Peer;
 
 /// Memory of an element of a request's lists, at most: a mount with its texts' headers.
 const ELEMENT: usize = 160;

@@ -2,8 +2,8 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::*;
-use crate::kubernetes::bounded::{self, List};
-use crate::kubernetes::session::SnapshotSessionRequest;
+use crate::bounded::{self, List};
+use crate::session::SnapshotSessionRequest;
 
 const SOON: Duration = Duration::from_millis(50);
 

@@ -15,8 +15,8 @@ use hyper::body::Body as _;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt;
 
-use crate::telemetry::fair_limit::{FairLimit, Labels, Share};
-use crate::telemetry::peer::Peer;
+use telemetry::fair_limit::{FairLimit, Labels, Share};
+use telemetry::peer::Peer;
 
 /// Maximum bytes of all bodies in memory, and of what handlers make of them.
 const MAX_BODIES: usize = 64 << 20;

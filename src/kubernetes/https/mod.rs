@@ -27,9 +27,9 @@ use tokio_stream::{Stream, StreamExt};
 
 pub use self::bounds::{Bounds, Limits, Memory, Received, Refuse, Refused, refuse_in_text};
 use super::tls::Connection;
-use crate::telemetry::fair_limit::Share;
-use crate::telemetry::peer::Peer;
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::fair_limit::Share;
+use telemetry::peer::Peer;
+use telemetry::shutdown::Shutdown;
 
 /// Time to receive the head of a request. The connection is closed when it expires.
 const HEAD: Duration = Duration::from_secs(10);
@@ -53,7 +53,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// Serves `routes` until draining begins and the running requests are complete, or until the
 /// process ends. `longest` is the maximum duration of a request. Each request has the extensions
-/// [`ClientChain`](super::tls::ClientChain) and [`Peer`](crate::telemetry::peer::Peer).
+/// [`ClientChain`](super::tls::ClientChain) and [`Peer`](telemetry::peer::Peer).
 pub async fn serve(
     mut incoming: impl Stream<Item = io::Result<Connection>> + Unpin,
     routes: Router,

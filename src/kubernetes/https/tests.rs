@@ -11,9 +11,9 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::*;
-use crate::kubernetes::tls::{self, Certificates};
-use crate::telemetry::fair_limit::{FairLimit, Labels};
-use crate::telemetry::shutdown::Phase;
+use crate::tls::{self, Certificates};
+use telemetry::fair_limit::{FairLimit, Labels};
+use telemetry::shutdown::Phase;
 
 const LIMITS: Limits = Limits { body: 1000, request: Duration::from_millis(500) };
 

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::{Args, Certificates, HTTPS, chain, config, provider, server_config, watch_authorities};
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::shutdown::Shutdown;
 
 /// Maximum number of certificates in a chain, more than any client needs. Each costs a signature
 /// check.
@@ -38,7 +38,7 @@ impl fmt::Debug for ClientChain {
 
 impl ClientChain {
     /// For tests: a chain with this certificate.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "testing"))]
     pub fn shown(own: CertificateDer<'static>) -> Self {
         Self(Arc::new([own]))
     }

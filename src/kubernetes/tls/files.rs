@@ -12,7 +12,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::certificates::{Certificates, Pair};
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::shutdown::Shutdown;
 
 /// Poll interval.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);

@@ -6,8 +6,8 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
 use super::{Certificates, authority};
-use crate::kubernetes::metadata_service::Address;
-use crate::telemetry::shutdown::Shutdown;
+use crate::metadata_service::Address;
+use telemetry::shutdown::Shutdown;
 
 /// The flags of a role that the API server reaches at one address.
 #[derive(Debug, Clone, clap::Args)]

@@ -20,10 +20,10 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::ClientChain;
-use crate::telemetry::accept::BackoffAcceptor;
-use crate::telemetry::fair_limit::{FairLimit, Labels, Share};
-use crate::telemetry::peer::Peer;
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::accept::BackoffAcceptor;
+use telemetry::fair_limit::{FairLimit, Labels, Share};
+use telemetry::peer::Peer;
+use telemetry::shutdown::Shutdown;
 
 /// Timeout of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);

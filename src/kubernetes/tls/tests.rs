@@ -19,7 +19,7 @@ use tokio_rustls::client::TlsStream;
 use tokio_stream::StreamExt;
 
 use super::*;
-use crate::telemetry::shutdown::{Phase, Shutdown};
+use telemetry::shutdown::{Phase, Shutdown};
 
 /// A certificate for localhost that is its own authority, and its key, in PEM.
 struct Leaf {

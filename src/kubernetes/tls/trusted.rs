@@ -8,8 +8,8 @@ use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::files;
-use crate::telemetry::rate_limited_log::RateLimitedLog;
-use crate::telemetry::shutdown::Shutdown;
+use telemetry::rate_limited_log::RateLimitedLog;
+use telemetry::shutdown::Shutdown;
 
 /// Poll interval.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);

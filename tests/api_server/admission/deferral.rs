@@ -320,11 +320,6 @@ fn content_volumes_and_raw_devices_are_not_deferred() {
         container.insert("volumeDevices".into(), devices);
     });
     assert_eq!(named(rig.make(&rig.apps, &device)), None);
-    for value in ["true", "false"] {
-        let removed = of(&rig.volume(json!({ "deferFSMount": value })));
-        let field = "spec.volumes[0].csi.volumeAttributes[deferFSMount]: was removed";
-        assert_refused(removed, &["422", field, ANNOTATION]);
-    }
 }
 
 #[test]

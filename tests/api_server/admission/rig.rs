@@ -57,7 +57,9 @@ impl<'a> Rig<'a> {
         // The default client would retry a pod that is refused with 503.
         let rate = Rate { per_second: 1000.0, burst: 1000 };
         let kubeconfig = cluster.kubeconfig();
-        let client = cluster.block_on(connect_as_user_once(Some(&kubeconfig), rate)).unwrap();
+        let client = cluster
+            .block_on(connect_as_user_once(Some(kubeconfig.as_path()).into(), rate))
+            .unwrap();
         Self { cluster, apps: namespace(cluster, json!({})), webhooks, client }
     }
 

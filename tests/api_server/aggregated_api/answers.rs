@@ -93,11 +93,11 @@ fn a_filesystem_volume_is_supported() {
     let volume = whole.driver.volume("files", 64 * MIB, mounted("ext4"));
     cluster.claim(&whole.namespace, "files", &whole.driver_name, &volume, 64 * MIB);
     let target = whole.driver.publish(&volume, &mounted("ext4"));
-    let cut = |name: &str| cluster.snapshot(&whole.namespace, name, "files", &whole.class);
+    let take = |name: &str| cluster.snapshot(&whole.namespace, name, "files", &whole.class);
     std::fs::write(target.join("a"), pattern(1, 3 * MIB as usize)).unwrap();
-    cut("before");
+    take("before");
     std::fs::write(target.join("b"), pattern(2, MIB as usize)).unwrap();
-    cut("after");
+    take("after");
     whole.driver.take_down(&volume);
     let question = ["delta", "before", "after"];
     let released = whole.listed(&question);
@@ -118,8 +118,8 @@ fn a_delta_of_over_100_000_blocks_is_paged_completely() {
     let bytes = (WHOLE + 2 * SINGLE) * BLOCK;
     let volume = whole.driver.volume("large", bytes, block());
     cluster.claim(&whole.namespace, "large", &whole.driver_name, &volume, bytes);
-    let cut = |name: &str| cluster.snapshot(&whole.namespace, name, "large", &whole.class);
-    cut("empty");
+    let take = |name: &str| cluster.snapshot(&whole.namespace, name, "large", &whole.class);
+    take("empty");
     whole.driver.with_device(&volume, |device| {
         let piece = pattern(1, 4 * MIB as usize);
         let pieces = (WHOLE * BLOCK).div_ceil(4 * MIB);
@@ -131,7 +131,7 @@ fn a_delta_of_over_100_000_blocks_is_paged_completely() {
             write_direct(device, (WHOLE + 2 * at + 1) * BLOCK, &pattern(at, BLOCK as usize));
         }
     });
-    cut("full");
+    take("full");
     let backup = cluster.client_as(&whole.backup);
     let (mut offset, mut blocks, mut pages) = (0, Vec::new(), 0);
     loop {

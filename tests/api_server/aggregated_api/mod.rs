@@ -3,6 +3,5 @@
 //! aggregated_surface, snapshot_delta_flow and cbt_http.
 
 mod answers;
-mod cost;
 mod rig;
 mod troubles;

@@ -154,7 +154,9 @@ impl<'a> Whole<'a> {
     pub fn client(&self, account: &Account) -> Client {
         let kubeconfig = self.cluster.kubeconfig_of(account);
         let rate = Rate { per_second: 1000.0, burst: 1000 };
-        self.cluster.block_on(connect_as_user_once(Some(&kubeconfig), rate)).unwrap()
+        self.cluster
+            .block_on(connect_as_user_once(Some(kubeconfig.as_path()).into(), rate))
+            .unwrap()
     }
 
     /// Creates one VolumeSnapshotDelta with this client.

@@ -5,7 +5,9 @@
 mod creations;
 mod faulty;
 mod grants;
+mod progress;
 mod rebinding;
 mod refusals;
 mod rig;
 mod stuck;
+mod temporary;

@@ -38,6 +38,7 @@ impl<'a> Stage<'a> {
             rule("", &["pods", "events"], &["list"]),
             rule("", &["pods/log"], &["get"]),
             rule("", &["persistentvolumeclaims"], &["get", "create", "delete"]),
+            rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["create", "delete"]),
             rule("", &["persistentvolumes"], &["get", "create", "patch", "delete"]),
             rule("snapshot.storage.k8s.io", &["volumesnapshotcontents"], &["patch"]),
         ];
@@ -55,17 +56,22 @@ impl<'a> Stage<'a> {
         cluster.claim_as("Filesystem", namespace, &claim, &self.driver, &claim, BYTES);
         let class = cluster.snapshot_class(&self.driver, &[]);
         cluster.request_snapshot(namespace, name, &claim, &class);
-        let contents = cluster.api::<VolumeSnapshotContent>();
-        let content = cluster.wait_for("the content", || {
-            let all = cluster.block_on(contents.list(&Default::default())).unwrap().items;
+        self.make_ready(&self.content_of(name));
+        cluster.wait_until_ready(namespace, name).content
+    }
+
+    /// The content that the snapshot-controller makes for a snapshot.
+    pub fn content_of(&self, snapshot: &str) -> String {
+        let contents = self.cluster.api::<VolumeSnapshotContent>();
+        self.cluster.wait_for("the content", || {
+            let all = self.cluster.block_on(contents.list(&Default::default())).unwrap().items;
             let of_snapshot = |one: &VolumeSnapshotContent| {
                 let back = &one.spec.volume_snapshot_ref;
-                back.name.as_deref() == Some(name) && back.namespace.as_ref() == Some(namespace)
+                let namespace = back.namespace.as_ref();
+                back.name.as_deref() == Some(snapshot) && namespace == Some(&self.namespace)
             };
             all.into_iter().find(of_snapshot)?.metadata.name
-        });
-        self.make_ready(&content);
-        cluster.wait_until_ready(namespace, name).content
+        })
     }
 
     /// As csi-snapshotter does.
@@ -201,9 +207,12 @@ impl Run<'_> {
 
 impl Drop for Run<'_> {
     fn drop(&mut self) {
-        if let Some(child) = &mut self.child {
+        if let Some(mut child) = self.child.take() {
             let _ = child.kill();
-            let _ = child.wait();
+            let output = child.wait_with_output();
+            if std::thread::panicking() {
+                println!("--- the command ---\n{output:?}");
+            }
         }
     }
 }

@@ -16,18 +16,18 @@ use support::driver::{Source, binary, block};
 use support::{path, read_all};
 
 /// A backup application and its repository.
-struct Application<'r> {
-    rig: &'r Rig<'r>,
-    repository: String,
+pub struct Application<'r> {
+    pub rig: &'r Rig<'r>,
+    pub repository: String,
 }
 
 impl<'r> Application<'r> {
-    fn new(rig: &'r Rig<'_>) -> Self {
+    pub fn new(rig: &'r Rig<'_>) -> Self {
         rig.cluster.grant(&rig.backup, &backup_rules());
         Self { rig, repository: path(&rig.driver.scratch().join("repository")).to_owned() }
     }
 
-    fn command(&self, arguments: &[&str], repository: &str) -> Command {
+    pub fn command(&self, arguments: &[&str], repository: &str) -> Command {
         let mut command = Command::new(binary());
         command
             .args(arguments)
@@ -44,13 +44,13 @@ impl<'r> Application<'r> {
     }
 
     /// As in a mover pod: `source` has the data of the VolumeSnapshot.
-    fn back_up(&self, snapshot: &str, source: &str, flags: &[&str]) -> Output {
+    pub fn back_up(&self, snapshot: &str, source: &str, flags: &[&str]) -> Output {
         let arguments = ["backup", "create", snapshot, "--source", source];
         self.in_cluster(&[&arguments, flags].concat(), &self.repository).output().unwrap()
     }
 
     /// A file with the data of a snapshot, in the place of a device.
-    fn image(&self, handle: &str, name: &str) -> PathBuf {
+    pub fn image(&self, handle: &str, name: &str) -> PathBuf {
         let driver = &self.rig.driver;
         let copy = driver.copy(name, Source::Snapshot(handle), block());
         let file = driver.scratch().join(name);
@@ -59,7 +59,7 @@ impl<'r> Application<'r> {
     }
 }
 
-fn result(output: Output) -> Value {
+pub fn result(output: Output) -> Value {
     serde_json::from_str(&stdout_of(output)).unwrap()
 }
 

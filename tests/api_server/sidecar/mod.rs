@@ -12,3 +12,4 @@ mod refusals;
 mod relay;
 mod released;
 mod safety;
+mod scenarios;

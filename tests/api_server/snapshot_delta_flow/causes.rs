@@ -1,4 +1,4 @@
-//! The causes of refusals, one by one, with the names in src/aggregated_api/failure.rs.
+//! The causes of refusals, one by one, with the names in src/cbt/aggregated_api/failure.rs.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -2,6 +2,5 @@
 //! this machine and the driver registered as on any node.
 
 mod content;
-mod cost;
 mod ends;
 mod life;

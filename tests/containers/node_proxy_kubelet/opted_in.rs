@@ -144,24 +144,3 @@ fn a_pod_can_opt_in_until_its_volumes_exist() {
     rig.wait_until_detached(&id);
     watch.assert_no_mounts();
 }
-
-#[test]
-#[ignore = "full tier"]
-fn a_runtime_without_deferral_is_reported_as_abnormal() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
-    let id = rig.claim("data", SIZE);
-    let pod = rig.opted("plain", "data", &[rig.claimed("data")], &json!({}));
-    rig.wait_until_ready(&pod);
-    let mount = rig.exec(&pod, "grep ' /data ' /proc/mounts");
-    assert!(!mount.contains("/dev/loop"), "runc mounts nothing: {mount}");
-    let names = format!(
-        "namespace=\"{0}\",persistentvolumeclaim=\"data\",pod=\"plain\",volume=\"{0}-data\"",
-        rig.namespace
-    );
-    let line = format!("volume_stats_health_status_abnormal{{{names}}} 1");
-    cluster.wait_for("the metric of the volume", || rig.proxy.metrics(&line).pop());
-    assert_eq!(rig.summary(&pod, "data"), None, "statistics of the node's disk");
-    rig.delete_and_wait(&pod, &[]);
-    rig.wait_until_detached(&id);
-}

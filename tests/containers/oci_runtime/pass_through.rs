@@ -3,9 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 use std::process::{Output, Stdio};
-use std::time::{Duration, Instant};
 
-use support::runtime::{Node, PROGRAM, bind, on_node};
+use support::runtime::{Node, bind, on_node};
 use support::{path, run};
 
 /// Runs this runtime and runc with the same arguments and compares their output, without times and
@@ -130,37 +129,5 @@ fn signals_reach_a_container_in_the_foreground() {
             assert_eq!(output_so_far(), "ready\nheard\n");
         }
         node.assert_gone(&device, &target);
-    });
-}
-
-#[test]
-#[ignore = "full tier"]
-fn cost_of_searching_for_volumes_is_reported() {
-    on_node(|node| {
-        const ROUNDS: u32 = 10;
-        let run = |program: &Path, with: bool| {
-            let mut took = Duration::ZERO;
-            for _ in 0..ROUNDS {
-                let container = node.container(&if with {
-                    vec![bind(&node.path("rootfs"), "/r")]
-                } else {
-                    vec![]
-                });
-                container.write();
-                let mut command = node.command(program);
-                let begun = Instant::now();
-                assert!(command.args(container.creation()).status().unwrap().success());
-                took += begun.elapsed();
-                container.delete();
-            }
-            (took / ROUNDS).as_micros()
-        };
-        let plain = run(Path::new("runc"), true);
-        let none = run(&node.program, true);
-        node.volume("other", &[]);
-        let others = run(&node.program, true);
-        println!(
-            "report: {PROGRAM}: create without a deferred volume: {none} us, {others} us with entries of other containers, {plain} us by runc alone (unoptimized build)"
-        );
     });
 }

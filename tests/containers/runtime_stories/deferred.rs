@@ -1,13 +1,12 @@
 //! The runtime mounts (story 1).
 
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use serde_json::json;
 use support::cluster::shared;
 
 use crate::node_proxy_kubelet::rig::{Rig, SIZE};
 use support::MIB;
 use support::cluster::runtime::{assert_served, demanding, device_of};
-use support::driver::{expand, loops_named, stats, wait_for};
+use support::driver::{loops_named, stats};
 use support::path;
 
 #[test]
@@ -48,39 +47,6 @@ fn story_1_only_the_runtime_mounts_the_claim() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_volume_visible_only_to_containers_is_expanded() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
-    let id = rig.claim("data", SIZE);
-    let watch = rig.watch();
-    let pod = rig.run_opted("grows");
-    rig.exec(&pod, "echo before >/data/file");
-    let kib = || {
-        let line = rig.exec(&pod, "df -k /data | tail -n 1");
-        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
-    };
-    let before = kib();
-    let larger = 2 * SIZE;
-    // kubelet republishes continuously, and operations on a volume exclude each other.
-    rig.driver.call_patiently(expand(&id, larger)).unwrap();
-    cluster.grown(&rig.namespace, "data", larger);
-    wait_for("the filesystem's growth", || kib() > before + SIZE / 1024 / 2);
-    let claims = cluster.api_in::<PersistentVolumeClaim>(&rig.namespace);
-    cluster.wait_for("the capacity of the claim", || {
-        let status = cluster.get(&claims, "data")?.status?;
-        (status.capacity?["storage"].0 == larger.to_string()).then_some(())
-    });
-    assert_eq!(rig.exec(&pod, "cat /data/file"), "before\n");
-    cluster.wait_for("kubelet's statistics", || {
-        rig.summary(&pod, "data").filter(|(bytes, _)| *bytes > SIZE)
-    });
-    rig.delete_and_wait(&pod, &[]);
-    rig.wait_until_detached(&id);
-    watch.assert_no_mounts();
-}
-
-#[test]
-#[ignore = "full tier"]
 fn a_volume_without_a_capable_runtime_is_abnormal() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -95,6 +61,16 @@ fn a_volume_without_a_capable_runtime_is_abnormal() {
     assert!(condition.abnormal && condition.message.contains("not claimed"), "{condition:?}");
     assert!(answer.usage.is_empty(), "statistics of the node's disk: {:?}", answer.usage);
     assert_eq!(rig.summary(&pod, "data"), None);
+    let names = format!(
+        "namespace=\"{0}\",persistentvolumeclaim=\"data\",pod=\"plain\",volume=\"{0}-data\"",
+        rig.namespace
+    );
+    let line = format!("volume_stats_health_status_abnormal{{{names}}} 1");
+    cluster.wait_for("the metric of the volume", || rig.proxy.metrics(&line).pop());
+    // Nothing is written on the host.
+    let output = rig.exec(&pod, "echo data >/data/file || echo refused");
+    assert!(output.contains("No space left") && output.contains("refused"), "{output}");
+    assert!(rig.exec(&pod, "cat /data/THIS-IS-NOT-THE-VOLUME").contains("RuntimeClass"));
     rig.delete_and_wait(&pod, &[]);
 
     // The same claim with the runtime that it needs.
@@ -104,19 +80,4 @@ fn a_volume_without_a_capable_runtime_is_abnormal() {
     let answer = rig.driver.ok(stats(&id, path(&target)));
     assert!(!answer.volume_condition.unwrap().abnormal && !answer.usage.is_empty());
     rig.delete_and_wait(&pod, &[]);
-}
-
-#[test]
-#[ignore = "full tier"]
-fn a_pod_with_another_runtime_writes_nothing_on_the_host() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
-    let id = rig.claim("data", SIZE);
-    let pod = rig.opted("plain", "data", &[rig.claimed("data")], &json!({}));
-    rig.wait_until_ready(&pod);
-    let output = rig.exec(&pod, "echo data >/data/file || echo refused");
-    assert!(output.contains("No space left") && output.contains("refused"), "{output}");
-    assert!(rig.exec(&pod, "cat /data/THIS-IS-NOT-THE-VOLUME").contains("RuntimeClass"));
-    rig.delete_and_wait(&pod, &[]);
-    rig.wait_until_detached(&id);
 }

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 
 use support::driver::*;
-use support::{MIB, REPOSITORY, kernel, path, skip};
+use support::{MIB, go_tool, kernel, path};
 
 use super::Rig;
 
@@ -20,19 +20,12 @@ pub struct Server {
 impl Server {
     /// Starts one; reports if the machine cannot have it.
     pub fn start() -> Option<Self> {
-        let script = format!("source {REPOSITORY}/hack/lib.sh; go_tool gofakes3");
-        let output = Command::new("bash").args(["-euc", &script]).output().unwrap();
-        if !output.status.success() {
-            let error = String::from_utf8_lossy(&output.stderr).into_owned();
-            skip(&format!("needs an S3 server: {}", error.lines().last().unwrap_or_default()));
-            return None;
-        }
-        let program = String::from_utf8(output.stdout).unwrap();
+        let program = go_tool("gofakes3")?;
         // Free now, and nothing else of this test takes a port.
         let port =
             TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
         let address = format!("127.0.0.1:{port}");
-        let child = Command::new(program.trim())
+        let child = Command::new(program)
             .args(["-quiet", "-backend", "memory", "-initialbucket", "bucket", "-host", &address])
             .stdout(Stdio::null())
             .stderr(Stdio::null())

@@ -68,7 +68,7 @@ fn a_larger_restored_volume_grows_before_it_is_mounted() {
         let (source, at) = rig.deferred_volume("source", fs_type);
         let container = rig.container(&at);
         fs::write(container.file("kept"), "x").unwrap();
-        let snapshot = rig.pool.snapshot("cut", &source);
+        let snapshot = rig.pool.snapshot("snapshot", &source);
         let larger = rig.pool.create(
             "larger",
             VolumeRequest {

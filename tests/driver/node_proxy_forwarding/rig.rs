@@ -336,7 +336,8 @@ impl Client {
         bytes: impl Into<Bytes>,
     ) -> Result<Answer, h2::Error> {
         let (answer, mut body) = self.open(path, more).await;
-        body.send_data(bytes.into(), true)?;
+        // The response may have ended the stream already.
+        let _ = body.send_data(bytes.into(), true);
         take(answer).await
     }
 }

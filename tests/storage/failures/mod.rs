@@ -28,7 +28,7 @@ fn nothing_acknowledged_is_lost(kind: PoolKind) {
         return;
     }
     let on = format!("failures on {kind} pools");
-    explore_with(&on, 8, LENGTH, operation::operation(), |_, operations| {
+    explore_with(&on, 6, LENGTH, operation::operation(), |_, operations| {
         world::World::run(kind, operations)
     });
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use csi_loopback::backend::check::{self, FindingKind, Report};
 use csi_loopback::backend::tracker::{Bitmap, Header, RecordWriter};
-use csi_loopback::backend::{Block, BlockRange, PoolKind, Snapshot, Volume};
+use csi_loopback::backend::{Block, BlockRange, PoolKind, Snapshot, Volume, attached_loop_devices};
 use redb::{ReadableTable, TableDefinition};
 use serde_json::{Value, json};
 
@@ -16,19 +16,20 @@ use support::{self, *};
 /// The files of a closed pool.
 pub struct Files {
     pub root: PathBuf,
-    mounted: bool,
+    /// The pool image that is mounted.
+    image: Option<PathBuf>,
 }
 
 impl Files {
     pub fn of(pool: &Pool, kind: PoolKind) -> Self {
         if kind != PoolKind::Image {
-            return Self { root: pool.data_dir().to_owned(), mounted: false };
+            return Self { root: pool.data_dir().to_owned(), image: None };
         }
         let root = pool.scratch().join("files");
         fs::create_dir_all(&root).unwrap();
         let image = pool.data_dir().join("pool.img");
         run("mount", &["-o", "loop,nouuid", path(&image), path(&root)]);
-        Self { root, mounted: true }
+        Self { root, image: Some(image) }
     }
 
     pub fn volume(&self, volume: &Volume) -> PathBuf {
@@ -74,9 +75,13 @@ impl Files {
 
 impl Drop for Files {
     fn drop(&mut self) {
-        if self.mounted {
-            support::kernel::unmount(&self.root);
-        }
+        let Some(image) = &self.image else { return };
+        support::kernel::unmount(&self.root);
+        // Another process that reads the state of all loop devices can keep it for a moment.
+        let image = File::open(image).unwrap();
+        support::kernel::wait_for("the loop device of the mount is gone", || {
+            attached_loop_devices(&image).unwrap().is_empty()
+        });
     }
 }
 
@@ -294,7 +299,7 @@ pub const DAMAGES: &[(&str, Damage)] = &[
         vec![(FindingKind::Unfinished, history.volume.id.clone())]
     }),
     ("snapshot-unfinished", |files, history| {
-        files.edit("snapshots", &history.snapshots[2].id, set("phase", json!("cutting")));
+        files.edit("snapshots", &history.snapshots[2].id, set("phase", json!("taking")));
         vec![(FindingKind::Unfinished, history.snapshots[2].id.clone())]
     }),
 ];

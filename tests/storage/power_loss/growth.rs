@@ -157,7 +157,7 @@ fn a_power_cut_during_a_growth_costs_nothing() {
 fn a_power_cut_at_any_step_of_a_growth_costs_nothing() {
     if have_root() && have_fuse() {
         // Each step in hack/soak.sh.
-        let every = setting("GROWTH_EVERY").unwrap_or(5) as usize;
+        let every = setting("GROWTH_EVERY").unwrap_or(9) as usize;
         for kind in ALL_KINDS {
             FsType::ALL.into_iter().for_each(|fs_type| cut(setup(kind), fs_type, every));
         }

@@ -10,7 +10,7 @@
 //! copy pool is also tested on btrfs: on XFS and ext4 any fsync makes all names durable, on btrfs
 //! only those of its file.
 //!
-//!     POWER_LOSS_IMAGES  copies per kind of pool (50); a quarter on btrfs and with a cache
+//!     POWER_LOSS_IMAGES  copies per kind of pool (32); a quarter on btrfs and with a cache
 //!     POWER_LOSS_KEEP    directory for the unmodified failing copies (`power-loss` in cargo's
 //!                        directory for tests)
 
@@ -40,7 +40,7 @@ use support::random::Random;
 use support::*;
 use verify::{Counts, Look};
 
-const IMAGES: usize = 50;
+const IMAGES: usize = 32;
 const REFLINK: Setup = Setup { kind: PoolKind::Reflink, filesystem: FsType::Xfs, cached: false };
 const COPY: Setup = Setup { kind: PoolKind::Copy, filesystem: FsType::Ext4, cached: false };
 

@@ -8,6 +8,7 @@ pub mod cluster;
 pub mod container;
 pub mod delta;
 pub mod driver;
+pub mod examples;
 pub mod exerciser;
 pub mod fsck;
 pub mod full;
@@ -57,6 +58,25 @@ pub fn why_no_root() -> Option<&'static str> {
 /// these lines.
 pub fn skip(why: &str) {
     println!("SKIPPED: {}: {why}", test_name());
+}
+
+/// The path that a function of hack/lib.sh prints, or the reason why there is none.
+pub fn tool(function: &str) -> Result<PathBuf, String> {
+    let script = format!("source {REPOSITORY}/hack/lib.sh && {function}");
+    let output = Command::new("bash").args(["-c", &script]).output().unwrap();
+    let last = |bytes: &[u8]| {
+        let text = String::from_utf8_lossy(bytes).into_owned();
+        text.lines().last().unwrap_or_default().to_owned()
+    };
+    match output.status.success() {
+        true => Ok(last(&output.stdout).into()),
+        false => Err(last(&output.stderr)),
+    }
+}
+
+/// The path of a program of hack/tools. Reports a skip if the machine cannot build it.
+pub fn go_tool(name: &str) -> Option<PathBuf> {
+    tool(&format!("go_tool {name}")).map_err(|why| skip(&format!("needs {name}: {why}"))).ok()
 }
 
 /// Reports a figure of the running test. hack/test.sh prints these lines.

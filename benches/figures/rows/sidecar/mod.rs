@@ -50,19 +50,31 @@ fn with_rig(
             let made = records::driver_with_delta(extents);
             (starting.join(), made)
         });
-        let cluster = match cluster.map_err(|_| anyhow!("the cluster did not start"))? {
-            Ok(cluster) => cluster,
-            Err(NoCluster::Unavailable(why)) => {
-                let row = Row::value(row, "API server and released sidecar", "not measured");
-                report.row(row.against(format!("API server and released sidecar: {why}"), None));
-                return Ok(());
-            }
-            Err(NoCluster::Failed(why)) => return Err(anyhow!(why)),
-        };
+        let cluster = cluster.map_err(|_| anyhow!("the cluster did not start"))?;
+        let what = "API server and released sidecar";
+        let Some(cluster) = started(row, what, cluster, report)? else { return Ok(()) };
         let (driver, base, target) = made?;
         part(options, report, &Rig::new(&cluster, &driver, &base, &target)?)
     };
     // The test harness panics on errors. The thread keeps a panic from ending the other rows.
     thread::scope(|scope| scope.spawn(run).join())
         .unwrap_or_else(|_| Err(anyhow!("the test harness panicked")))
+}
+
+/// The cluster, or none, with a row of the reason, if the machine lacks what it needs.
+pub fn started(
+    row: &'static str,
+    what: &str,
+    cluster: Result<Cluster, NoCluster>,
+    report: &mut Report,
+) -> Result<Option<Cluster>> {
+    match cluster {
+        Ok(cluster) => Ok(Some(cluster)),
+        Err(NoCluster::Unavailable(why)) => {
+            let row = Row::value(row, what, "not measured");
+            report.row(row.against(format!("{what}: {why}"), None));
+            Ok(None)
+        }
+        Err(NoCluster::Failed(why)) => Err(anyhow!(why)),
+    }
 }

@@ -18,11 +18,11 @@ use tokio::time::{Instant, sleep};
 use self::issue::Ca;
 use self::secret::{Found, State};
 use super::Certificates;
-use crate::kubernetes::client::within;
-use crate::kubernetes::name;
-use crate::quantity::duration;
-use crate::telemetry::rate_limited_log::RateLimitedLog;
-use crate::telemetry::shutdown::Shutdown;
+use crate::client::within;
+use crate::name;
+use common::quantity::duration;
+use telemetry::rate_limited_log::RateLimitedLog;
+use telemetry::shutdown::Shutdown;
 
 /// Limits of the poll interval of the Secret, which is a twentieth of a certificate's validity.
 const POLL_INTERVAL: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
@@ -135,6 +135,18 @@ pub async fn start(
         }
     });
     Ok((certificates, pem))
+}
+
+/// A certificate for `names` of an authority that exists only in this process, and the authority's
+/// certificate (PEM).
+///
+/// # Errors
+/// No random numbers.
+pub fn in_memory(mode: &str, names: &[String]) -> anyhow::Result<(Certificates, String)> {
+    let now = SystemTime::now();
+    let ca = Ca::new(mode, now)?;
+    let pair = issue::certificate(&ca, names, now, VALIDITY.1)?;
+    Ok((Certificates::new(pair), ca.cert))
 }
 
 /// Why the Secret cannot be used.

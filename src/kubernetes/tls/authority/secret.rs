@@ -17,8 +17,6 @@ use super::issue::Ca;
 /// app.kubernetes.io/managed-by, which belongs to the tool that installs the manifests: Helm sets that
 /// label, and fails when another writer has changed it.
 const MANAGED_BY: &str = "cbt.storage.k8s.io/managed-by";
-/// The label of earlier versions.
-const FORMER_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 
 /// Content of a valid Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,9 +61,8 @@ pub fn found(secret: Option<&Secret>) -> Found {
     let Some(secret) = secret else { return Found::Nothing };
     let data = secret.data.as_ref().filter(|data| !data.is_empty());
     let Some(data) = data else { return Found::Nothing };
-    let label = |key| secret.metadata.labels.as_ref().and_then(|labels| labels.get(key));
-    let ours = |key| label(key).is_some_and(|value| value.starts_with(&manager("")));
-    if !ours(MANAGED_BY) && !ours(FORMER_MANAGED_BY) {
+    let label = secret.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED_BY));
+    if !label.is_some_and(|value| value.starts_with(&manager(""))) {
         let keys = data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
         return Found::Foreign(format!("it has the keys {keys} and no label {MANAGED_BY}"));
     }
@@ -137,19 +134,10 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_of_an_earlier_version_is_read() {
-        let state = State::new(ca());
-        let mut secret = holding(&state, "s", "sidecar", None);
-        let label = (FORMER_MANAGED_BY.to_owned(), manager("sidecar"));
-        secret.metadata.labels = Some([label].into());
-        assert_eq!(found(Some(&secret)), Found::Held(state));
-    }
-
-    #[test]
     fn the_label_of_the_installing_tool_is_kept() {
         let state = State::new(ca());
         let mut empty = Secret::default();
-        let label = (FORMER_MANAGED_BY.to_owned(), "Helm".to_owned());
+        let label = ("app.kubernetes.io/managed-by".to_owned(), "Helm".to_owned());
         empty.metadata.labels = Some([label.clone()].into());
         let secret = holding(&state, "s", "sidecar", Some(&empty));
         assert_eq!(secret.metadata.labels.as_ref().unwrap()[&label.0], label.1);

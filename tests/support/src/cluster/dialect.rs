@@ -54,7 +54,7 @@ pub enum Place {
     TwoSockets,
 }
 
-const PLAIN: Dialect = Dialect {
+pub const PLAIN: Dialect = Dialect {
     name: "plain",
     has_change_ids: false,
     secret: None,
@@ -124,7 +124,7 @@ pub struct Driver {
     metadata: Option<Fake>,
 }
 
-type Answer = Result<Vec<Vec<u8>>, (Code, String)>;
+pub(super) type Answer = Result<Vec<Vec<u8>>, (Code, String)>;
 
 impl Driver {
     pub fn start(cluster: &Cluster, dialect: Dialect) -> Self {
@@ -252,16 +252,16 @@ impl State {
     }
 }
 
-fn ok(message: impl Message) -> Answer {
+pub(super) fn ok(message: impl Message) -> Answer {
     Ok(vec![message.encode_to_vec()])
 }
 
-fn decoded<T: Message + Default>(request: Bytes) -> T {
+pub(super) fn decoded<T: Message + Default>(request: Bytes) -> T {
     T::decode(request).unwrap()
 }
 
 /// Refuses a call without the secret of the dialect.
-fn check<'s>(
+pub(super) fn check<'s>(
     dialect: Dialect,
     secrets: impl IntoIterator<Item = (&'s String, &'s String)>,
 ) -> Result<(), (Code, String)> {
@@ -379,14 +379,17 @@ fn volumes(dialect: Dialect, state: &mut State, method: &str, request: Bytes) ->
 }
 
 /// The messages of a listing; none if nothing differs, as host-path and ceph-csi do.
-fn messages(
+pub(super) fn messages(
     dialect: Dialect,
     base: &[u8],
     target: &[u8],
     starting_offset: i64,
     max_results: i32,
 ) -> Answer {
-    let capacity = SIZE + dialect.growth;
+    let capacity = target.len() + dialect.growth;
+    if max_results < 0 {
+        return Err((Code::InvalidArgument, "max_results".to_owned()));
+    }
     let from = usize::try_from(starting_offset).ok().filter(|from| *from <= capacity);
     let Some(from) = from else { return Err((Code::OutOfRange, "starting_offset".to_owned())) };
     let is_fixed = dialect.kind == csi::BlockMetadataType::FixedLength;

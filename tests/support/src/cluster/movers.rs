@@ -240,10 +240,15 @@ impl<'a> Movers<'a> {
     /// Returns its name.
     pub fn pod(&self, job: &Job, number: usize, log: &str) -> String {
         let name = format!("{}-{number}", job.metadata.name.as_deref().unwrap());
-        fs::write(self.directory.join("logs").join(&name), log).unwrap();
+        self.set_log(&name, log);
         let pods = self.cluster.api_in::<Pod>(&self.namespace);
         self.cluster.create(&pods, self.pod_of(job, &name));
         name
+    }
+
+    /// Sets what a pod has printed.
+    pub fn set_log(&self, pod: &str, log: &str) {
+        fs::write(self.directory.join("logs").join(pod), log).unwrap();
     }
 
     /// The pod that the controllers make for a Job.

@@ -35,7 +35,6 @@ pub struct Proxy {
     /// The state that the acceptor has reached.
     reached: watch::Receiver<Way>,
     connections: Arc<AtomicUsize>,
-    open: Arc<AtomicUsize>,
     acceptor: JoinHandle<()>,
 }
 
@@ -55,11 +54,6 @@ impl Proxy {
     pub fn freeze(&self) {
         self.frozen.send_modify(|count| *count += 1);
     }
-
-    /// Number of open connections.
-    pub fn open_connections(&self) -> usize {
-        self.open.load(Ordering::SeqCst)
-    }
 }
 
 impl Drop for Proxy {
@@ -77,10 +71,10 @@ impl Cluster {
         let (way, wanted) = watch::channel(Way::Open);
         let (reach, reached) = watch::channel(Way::Refused);
         let (frozen, freezes) = watch::channel(0);
-        let (connections, open) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
-        let counts = (Arc::clone(&connections), Arc::clone(&open));
-        let acceptor = self.runtime.spawn(accept(port, target, (wanted, freezes), reach, counts));
-        let proxy = Proxy { port, way, frozen, reached, connections, open, acceptor };
+        let connections = Arc::<AtomicUsize>::default();
+        let count = Arc::clone(&connections);
+        let acceptor = self.runtime.spawn(accept(port, target, (wanted, freezes), reach, count));
+        let proxy = Proxy { port, way, frozen, reached, connections, acceptor };
         self.turn(&proxy, Way::Open);
         proxy
     }
@@ -104,7 +98,7 @@ async fn accept(
     target: SocketAddr,
     (mut wanted, freezes): (watch::Receiver<Way>, watch::Receiver<usize>),
     reach: watch::Sender<Way>,
-    (connections, open): (Arc<AtomicUsize>, Arc<AtomicUsize>),
+    connections: Arc<AtomicUsize>,
 ) {
     loop {
         let way = *wanted.borrow_and_update();
@@ -124,31 +118,13 @@ async fn accept(
                 accepted = listener.accept() => {
                     let (near, _) = accepted.unwrap();
                     connections.fetch_add(1, Ordering::SeqCst);
-                    let one = Open::new(&open);
-                    let states = (wanted.clone(), freezes.clone());
-                    served.spawn(async move { forward(near, target, states).await; drop(one) });
+                    served.spawn(forward(near, target, (wanted.clone(), freezes.clone())));
                 }
                 changed = wanted.changed() => if changed.is_err() { return },
             }
         }
         drop(listener);
         served.shutdown().await;
-    }
-}
-
-/// Counts an open connection.
-struct Open(Arc<AtomicUsize>);
-
-impl Open {
-    fn new(count: &Arc<AtomicUsize>) -> Self {
-        count.fetch_add(1, Ordering::SeqCst);
-        Self(Arc::clone(count))
-    }
-}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -128,10 +128,16 @@ pub fn channel(port: u16, authority: &str) -> Channel {
 
 /// A channel to `localhost` over TLS.
 pub fn channel_with(endpoint: Endpoint, port: u16, authority: &str) -> Channel {
+    channel_to(endpoint, "localhost", port, authority)
+}
+
+/// A channel over TLS to a port of this machine whose server has a certificate for `host`.
+pub fn channel_to(endpoint: Endpoint, host: &str, port: u16, authority: &str) -> Channel {
     let trusting = connector(authority);
+    let host = ServerName::try_from(host.to_owned()).unwrap();
     endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-        let trusting = trusting.clone();
-        async move { connect(&trusting, port).await.map(TokioIo::new) }
+        let (trusting, host) = (trusting.clone(), host.clone());
+        async move { connect_as(&trusting, host, port).await.map(TokioIo::new) }
     }))
 }
 
@@ -156,10 +162,18 @@ pub async fn connect(
     trusting: &TlsConnector,
     port: u16,
 ) -> std::io::Result<TlsStream<tokio::net::TcpStream>> {
+    let name = ServerName::try_from("localhost").map_err(std::io::Error::other)?;
+    connect_as(trusting, name, port).await
+}
+
+async fn connect_as(
+    trusting: &TlsConnector,
+    host: ServerName<'static>,
+    port: u16,
+) -> std::io::Result<TlsStream<tokio::net::TcpStream>> {
     let stream = tokio::net::TcpStream::connect(("localhost", port)).await?;
     stream.set_nodelay(true)?;
-    let name = ServerName::try_from("localhost").map_err(std::io::Error::other)?;
-    trusting.connect(name, stream).await
+    trusting.connect(host, stream).await
 }
 
 /// A metadata request.

@@ -4,7 +4,7 @@
 # and figures.json to DIR (target/bench). All other files are removed, also when the run is
 # interrupted.
 #
-# ROW       idle delta snapshot large sizes stream memory sidecar abuse proxy extents catalog
+# ROW       idle delta snapshot large sizes stream memory sidecar abuse pods proxy extents catalog
 #           fio writers volumes databases month changes backup repository (all)
 # --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
 #           not meaningful
@@ -14,7 +14,7 @@
 #                   same reads
 # CSI_LOOPBACK_S3   path of gofakes3, an S3 server for the row repository. By default it is built. If that
 #                   fails, the row gives the reason
-# CSI_LOOPBACK_KUBERNETES  directory of the tools for the rows sidecar and abuse: API server, released sidecar, … By
+# CSI_LOOPBACK_KUBERNETES  directory of the tools for the rows sidecar, abuse and pods: API server, released sidecar, … By
 #                   default they are built. If that fails, the row gives the reason
 # PostgreSQL        measured by the row databases if it is installed (Debian: postgresql)
 # TMPDIR            directory of the pools: up to 35 GB, on the disk to measure
@@ -46,7 +46,7 @@ is_root || die "needs root, for loop devices and mounts"
 install_missing fio jq losetup mkfs.ext4 mkfs.xfs mount chattr || die "required commands are missing"
 
 # For the rows backup and databases, which report if a program is missing.
-install_missing restic sqlite3 || true
+install_missing "${bench_commands[@]}" || true
 
 # The released peer. It exits at the start if its version is not set.
 host_path_version=v1.18.0
@@ -68,7 +68,7 @@ if [[ -z ${CSI_LOOPBACK_S3:-} ]] && found=$(go_tool gofakes3); then
 fi
 
 # Built here, so that the progress is visible. The row reports a failure.
-if [[ ${#rows[@]} == 0 || " ${rows[*]} " =~ " "(sidecar|abuse)" " ]]; then
+if [[ ${#rows[@]} == 0 || " ${rows[*]} " =~ " "(sidecar|abuse|pods)" " ]]; then
     kubernetes_tools >/dev/null || true
 fi
 
@@ -81,7 +81,10 @@ binary=$(cd "$repo" && "${build[@]}" --message-format=json-render-diagnostics |
 [[ -x $binary ]] || die "the build of the benchmarks failed"
 
 # All files of the run are below this directory, which identifies them for the cleanup.
-tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-bench.XXXXXX")
+template=/tmp/csi-loopback-bench.XXXXXX
+# Short below TMPDIR, such as that of hack/test.sh: the path of a socket has at most 107 bytes.
+[[ -z ${TMPDIR:-} ]] || template=$TMPDIR/b.XXXX
+tmp=$(mktemp -d "$template")
 # PostgreSQL does not run as root, and its files are on a volume mounted below.
 chmod 0711 "$tmp"
 bench_pid=

@@ -11,6 +11,7 @@
 #
 # CSI_LOOPBACK_BIN   a csi-loopback to use instead of building the static release binary (csi-loopback only, if dynamic)
 # IMAGE_TAG          the tag, by default the version of Cargo.toml
+# IMAGE_ARCHITECTURE the architecture of CSI_LOOPBACK_BIN, by default this machine's: another one needs qemu-user-static
 # IMAGE_DIR          the directory of the archives, by default target/images
 # DEBIAN_SUITE       the Debian release of the tree, by default that of deploy/Dockerfile
 # DEBIAN_MIRROR      where its packages come from, by default deb.debian.org with its updates and security

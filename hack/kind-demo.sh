@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # hack/kind-demo.sh [--delete]: runs the driver and its components in a kind cluster on this
-# machine. It builds the image, installs everything, writes to a volume, takes a snapshot, changes
-# the volume, takes another snapshot, and lists the allocated blocks of the first snapshot and the
-# changed blocks of the second one like a backup application: with ServiceAccount tokens, and in
-# snapshot sessions.
+# machine. It loads the image, installs everything with a pool of 2 GiB, writes to a volume, takes a
+# snapshot, changes the volume, takes another snapshot, and lists the allocated blocks of the first
+# snapshot and the changed blocks of the second one like a backup application: with ServiceAccount
+# tokens, and in snapshot sessions.
 #
 # It continues where an earlier run ended, and keeps the cluster. --delete deletes it with its loop
 # devices, which are this machine's and remain after `kind delete cluster` alone. It needs docker,
-# kind, kubectl and go, and does not change your kubectl configuration.
+# kind and kubectl, and does not change your kubectl configuration.
 #
+# KIND_RELEASE   directory of a release (hack/release.sh): its image, and its manifests of
+#                snapshot-controller, which otherwise come from a Go module and need go
+# KIND_LOOPBACK  image of csi-loopback that docker has or pulls (csi-loopback:0.1.0)
+# KIND_ARCHIVE   archive with that image (hack/image.sh), in place of docker's
 # KIND_CLUSTER   name of the cluster (csi-loopback)
 # KIND_IMAGE     node image of kind (kind's default); hack/kind-node.sh builds one
-# KIND_ARCHIVE   archive with the image csi-loopback (hack/image.sh), instead of building it with docker
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -19,6 +22,8 @@ cd "$repo"
 
 cluster=${KIND_CLUSTER:-csi-loopback}
 export KUBECONFIG=$cache/kind/$cluster.kubeconfig
+release=${KIND_RELEASE:-}
+[[ -z $release ]] || release=$(realpath "$release")
 # Seconds to wait for downloads and starts.
 patience=300
 
@@ -85,24 +90,37 @@ make_cluster() {
     fi
 }
 
-build_image() {
-    local image
-    if [[ -n ${KIND_ARCHIVE:-} ]]; then
-        kind load image-archive --name "$cluster" "$KIND_ARCHIVE"
+load_image() {
+    local archive=${KIND_ARCHIVE:-} image
+    [[ -z $release ]] || archive=$(compgen -G "$release/images/csi-loopback-*-$(uname -m).tar")
+    if [[ -n $archive ]]; then
+        kind load image-archive --name "$cluster" "$archive"
         return
     fi
     image=$(kubectl kustomize deploy/overlays/kind | sed -n 's/^ *\(- \)\?image: *\(csi-loopback:\)/\2/p' | sort -u)
-    docker build --file deploy/Dockerfile --tag "$image" . &&
-        kind load docker-image --name "$cluster" "$image"
+    local found=${KIND_LOOPBACK:-$image}
+    docker image inspect --format '{{.Id}}' "$found" 2>/dev/null || docker pull "$found" || return 1
+    [[ $found == "$image" ]] || docker tag "$found" "$image" || return 1
+    kind load docker-image --name "$cluster" "$image"
 }
 
-install_controller() { snapshot_controller | kubectl apply --server-side -f -; }
+install_controller() {
+    if [[ -n $release ]]; then
+        kubectl apply --server-side -f "$release/manifests/snapshot-controller.yaml"
+    else
+        snapshot_controller | kubectl apply --server-side -f -
+    fi
+}
 
 install_definitions() {
-    local source
-    source=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/client/v8) || return 1
+    local source files=(deploy/crds{,-upstream}/*.yaml)
     # With VolumeGroupSnapshots: csi-snapshotter waits for their definitions.
-    local files=("$source"/config/crd/*.storage.k8s.io_*.yaml deploy/crds/*.yaml)
+    if [[ -n $release ]]; then
+        files+=("$release/manifests/snapshot-crds.yaml")
+    else
+        source=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/client/v8) || return 1
+        files+=("$source"/config/crd/*.storage.k8s.io_*.yaml)
+    fi
     kubectl apply --server-side "${files[@]/#/--filename=}" &&
         kubectl wait --for=condition=Established --timeout="${patience}s" "${files[@]/#/--filename=}"
 }
@@ -148,9 +166,10 @@ list() { # list NAMESPACE POD: waits for a pod of a backup application and print
 
 # --------------------------------------------------------------------------------------------------
 
-for command in docker kind kubectl go; do
+for command in docker kind kubectl; do
     command -v "$command" >/dev/null || die "$command is missing; install it and run this script again"
 done
+[[ -n $release ]] || command -v go >/dev/null || die "go is missing; install it, or set KIND_RELEASE to the directory of a release"
 try "start docker, or add your user to the docker group" docker info --format '{{.ServerVersion}}'
 
 case ${1:-} in
@@ -167,8 +186,8 @@ again="then run this script again, or delete everything with --delete"
 
 say "creating the cluster $cluster with one node"
 try "check: docker ps, docker logs $cluster-control-plane; $again" make_cluster
-say "building the image and loading it into the node"
-try "fix the build error above; $again" build_image
+say "loading the image into the node"
+try "docker load --input ARCHIVE, or docker build --file deploy/Dockerfile --tag csi-loopback:0.1.0 .; $again" load_image
 say "installing CustomResourceDefinitions and the snapshot-controller"
 try "check: kubectl get crd; $again" install_definitions
 try "check: kubectl -n kube-system get pods; $again" install_controller

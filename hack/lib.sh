@@ -16,6 +16,8 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/csi-loopback
 cargo_cyclonedx_version=0.5.9
 cargo_deny_version=0.20.2
 cargo_fuzz_version=0.13.2
+grpcio_version=1.85.3
+grpcio_tools_version=1.85.1
 
 is_root() { ((EUID == 0)); }
 
@@ -28,6 +30,7 @@ die() {
 
 # Debian packages of commands whose package has another name.
 declare -A package_of=(
+    [aarch64-linux-gnu-gcc]=crossbuild-essential-arm64
     [blkdiscard]=util-linux
     [busybox]=busybox-static
     [chattr]=e2fsprogs
@@ -42,12 +45,15 @@ declare -A package_of=(
     [unshare]=util-linux
     [losetup]=mount
     [mkfs.btrfs]=btrfs-progs
+    [python3]=python3-venv
     [mkfs.ext4]=e2fsprogs
     [mkfs.xfs]=xfsprogs
     [nft]=nftables
     [nsenter]=util-linux
+    [objcopy]=binutils
     [qemu-system-x86_64]=qemu-system-x86
     [resize2fs]=e2fsprogs
+    [rpmbuild]=rpm
     [xfs_io]=xfsprogs
     [xz]=xz-utils
 )
@@ -67,6 +73,12 @@ load_commands=(fio stress-ng faketime)
 # skipped.
 # shellcheck disable=SC2034 # used by the scripts that source this file
 node_commands=(busybox containerd ctr runc)
+
+# Further commands of hack/e2e.sh, and those that rows of hack/bench.sh need.
+# shellcheck disable=SC2034 # used by the scripts that source this file
+e2e_commands=(ip jq mmdebstrap nft nsenter openssl setpriv setsid unshare)
+# shellcheck disable=SC2034 # used by the scripts that source this file
+bench_commands=(fio restic sqlite3)
 
 # install_missing COMMAND...: installs the packages of missing commands. Fails if a command is still
 # missing afterwards; the caller decides whether to skip or to stop.
@@ -108,18 +120,14 @@ cargo_component() {
         cargo "$2" --version >/dev/null 2>&1
 }
 
-# go_cached TARGET WHAT TIME BUILDER ARGUMENT...: prints the path of the cache directory TARGET. If
-# it is missing, `BUILDER ARGUMENT... DIRECTORY` builds it. On failure, the last line of stderr is
-# the reason. Callers treat every failure as "not available": versions are pinned, so only Go itself
-# or a download can fail.
-go_cached() {
+# cached TARGET WHAT TIME BUILDER ARGUMENT...: prints the path of the cache directory TARGET. If it is
+# missing, `BUILDER ARGUMENT... DIRECTORY` builds it. On failure, the last line of stderr is the
+# reason. Callers treat every failure as "not available": versions are pinned, so only a missing
+# compiler or a download can fail.
+cached() {
     local target=$cache/tools/$1 what=$2 time=$3 build
     shift 3
     if [[ ! -d $target ]]; then
-        if ! command -v go >/dev/null; then
-            echo "Go is not installed" >&2
-            return 1
-        fi
         mkdir -p "$cache/tools"
         # Build directories of killed runs.
         find "$cache/tools" -maxdepth 1 -name '.build.*' -mmin +1440 -exec rm -rf {} +
@@ -139,9 +147,44 @@ go_cached() {
     printf '%s\n' "$target"
 }
 
+# go_cached TARGET ...: `cached` for what Go builds.
+go_cached() {
+    if [[ ! -d $cache/tools/$1 ]] && ! command -v go >/dev/null; then
+        echo "Go is not installed" >&2
+        return 1
+    fi
+    cached "$@"
+}
+
+# python_grpc: prints the path of a Python interpreter with grpcio and grpcio-tools.
+# CSI_LOOPBACK_PYTHON overrides it. Fails like cached.
+python_grpc() {
+    local directory
+    if [[ -n ${CSI_LOOPBACK_PYTHON:-} ]]; then
+        printf '%s\n' "$CSI_LOOPBACK_PYTHON"
+    else
+        directory=$(cached "python-grpcio-$grpcio_version" "Python's grpcio" "half a minute" build_python_grpc) || return 1
+        printf '%s\n' "$directory/bin/python"
+    fi
+}
+
+build_python_grpc() { # build_python_grpc DIRECTORY
+    install_missing python3 || return 1
+    # A Python without venv is Debian's.
+    python3 -c 'import ensurepip' 2>/dev/null ||
+        apt-get install --yes --no-install-recommends -o DPkg::Lock::Timeout=300 python3-venv >&2 || return 1
+    python3 -m venv "$1" && "$1/bin/python" -m pip install --disable-pip-version-check --only-binary :all: \
+        "grpcio==$grpcio_version" "grpcio-tools==$grpcio_tools_version"
+}
+
+# example_clients: prints a directory with the programs of examples/go. Fails like cached.
+example_clients() {
+    go_cached "$(go_key ../../examples/go)" "examples/go" "half a minute" go_build ../../examples/go
+}
+
 # go_key NAME...: the cache key of the tools in hack/tools/NAME, with a hash of their sources.
 go_key() {
-    printf '%s-%s\n' "$1" "$(cd "$repo/hack/tools" && find "$@" -name '*.go' -o -name 'go.*' | sort |
+    printf '%s-%s\n' "${1##*/}" "$(cd "$repo/hack/tools" && find "$@" -name '*.go' -o -name 'go.*' | sort |
         xargs sha256sum | sha256sum | cut -c1-16)"
 }
 
@@ -172,8 +215,9 @@ snapshot_controller() {
         sed -E "s|^( *image: ).*/snapshot-controller:.*|\1$image|" "$directory/setup-snapshot-controller.yaml"
 }
 
-# Debug information costs a quarter of the time, and the linker drops it.
-go_flags=(-mod=readonly -trimpath -buildvcs=false -gcflags=all=-dwarf=false)
+# Debug information costs a quarter of the time, and the linker drops it. The tag is for promtool:
+# without its service discovery, which has the clients of all clouds.
+go_flags=(-mod=readonly -trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=remove_all_sd)
 
 # go_build NAME DIRECTORY [LDFLAGS]: builds the tools of hack/tools/NAME at the versions of its
 # go.mod.
@@ -189,6 +233,29 @@ go_tool() {
     printf '%s\n' "$directory/$1"
 }
 
+# csi_sanity: prints the path of csi-sanity with the specs of hack/tools/csi-sanity/*.go, which belong into its package
+# sanity. Fails like go_cached.
+csi_sanity() {
+    local directory
+    directory=$(go_cached "$(go_key csi-sanity)" csi-sanity "about a minute" build_csi_sanity) || return 1
+    printf '%s\n' "$directory/csi-sanity"
+}
+
+# build_csi_sanity DIRECTORY: builds a copy of the module, because Go accepts no overlay for its module cache.
+build_csi_sanity() {
+    local module=github.com/kubernetes-csi/csi-test/v5 source copy status=0
+    source=$(go_module csi-sanity "$module") || return 1
+    copy=$(mktemp -d) || return 1
+    cp -r "$source" "$copy/csi-test" && chmod -R u+w "$copy" &&
+        cp "$repo"/hack/tools/csi-sanity/*.go "$copy/csi-test/pkg/sanity/" &&
+        cp "$repo"/hack/tools/csi-sanity/go.{mod,sum} "$copy/" &&
+        go mod edit -replace "$module=$copy/csi-test" "$copy/go.mod" &&
+        (cd "$repo/hack/tools/csi-sanity" &&
+            CGO_ENABLED=0 go build "${go_flags[@]}" -modfile "$copy/go.mod" -ldflags "-s -w" -o "$1/" tool) || status=1
+    rm -r "$copy"
+    return "$status"
+}
+
 # go_build_kubernetes NAME DIRECTORY: go_build for a module of hack/tools that has k8s.io/kubernetes.
 go_build_kubernetes() {
     local version
@@ -198,8 +265,7 @@ go_build_kubernetes() {
 }
 
 # e2e_tools: prints a directory with what hack/tools/e2e builds: kube-controller-manager, kube-scheduler, kube-proxy,
-# coredns, CNI plugins (ptp, host-local, loopback), csi-provisioner, csi-resizer, livenessprobe and helm. Fails like
-# go_cached.
+# coredns, CNI plugins (ptp, host-local, loopback), csi-provisioner, csi-resizer and livenessprobe. Fails like go_cached.
 e2e_tools() {
     go_cached "$(go_key e2e)" "the tools of hack/e2e.sh" "about five minutes" go_build_kubernetes e2e
 }
@@ -260,7 +326,7 @@ build_command() { # build_command NAME MODULE VERSION PACKAGE LDFLAGS DIRECTORY
             -o "$directory/$1" "$4") && rm -rf "$directory/.source"
 }
 
-# cargo_tool NAME VERSION: prints the path of a cargo tool, built once per version. On failure, the
+# cargo_tool NAME VERSION [FEATURE]: prints the path of a cargo tool, built once per version. On failure, the
 # last line of stderr is the reason.
 cargo_tool() {
     local root=$cache/$1-$2 log
@@ -268,8 +334,9 @@ cargo_tool() {
         echo "building $1 $2 (once per version, some minutes)" >&2
         log=$(mktemp)
         # Without CARGO_TARGET_DIR: the tool's build must not fill the clone's target directory.
-        if ! (cd / && env -u CARGO_TARGET_DIR cargo install "$1" \
-            --version "=$2" --locked --quiet --root "$root") >"$log" 2>&1; then
+        # A debug build takes a third of the time, and the tools read small files.
+        if ! (cd / && env -u CARGO_TARGET_DIR -u RUSTC_WORKSPACE_WRAPPER -u CLIPPY_ARGS cargo install "$1" --debug \
+            --version "=$2" ${3:+--features "$3"} --locked --quiet --root "$root") >"$log" 2>&1; then
             echo "$1: build failed: $(tail -n 1 "$log")" >&2
             rm -f "$log"
             return 1

@@ -14,12 +14,13 @@ oci_blob() {
     mv "$2" "$1/blobs/sha256/$digest" && printf '%s\n' "$digest"
 }
 
-# oci_architecture: the name of this machine's architecture in images.
+# oci_architecture: the name in images of IMAGE_ARCHITECTURE, by default this machine's.
 oci_architecture() {
-    case $(uname -m) in
+    local architecture=${IMAGE_ARCHITECTURE:-$(uname -m)}
+    case $architecture in
     x86_64) echo amd64 ;;
     aarch64) echo arm64 ;;
-    *) uname -m ;;
+    *) printf '%s\n' "$architecture" ;;
     esac
 }
 
@@ -28,7 +29,7 @@ oci_architecture() {
 # for "kind load image-archive", with the index that "docker load" of every version reads. The file *.digest next to it
 # has the image's digest.
 oci_image() {
-    local archive=$1 name=$2 config=$3 layout digest reference=$2
+    local archive=$1 name=$2 config=$3 layout digest
     local diff_ids='[]' layers='[]' paths='[]' size
     shift 3
     layout=$(mktemp -d "$archive.XXXXXX")
@@ -56,41 +57,78 @@ oci_image() {
         layers: $layers}' >"$layout/manifest"
     size=$(stat --format %s "$layout/manifest")
     digest=$(oci_blob "$layout" "$layout/manifest")
+    jq -n --arg digest "sha256:$digest" --argjson size "$size" --arg architecture "$(oci_architecture)" '{
+        mediaType: "application/vnd.oci.image.manifest.v1+json", digest: $digest, size: $size,
+        platform: {architecture: $architecture, os: "linux"}}' >"$layout/descriptor"
+    oci_archive "$archive" "$name" "$layout"
+}
+
+# oci_archive ARCHIVE NAME LAYOUT: writes ARCHIVE, and ARCHIVE.digest, of a layout whose file "descriptor" describes the
+# image. Removes the layout.
+oci_archive() {
+    local archive=$1 name=$2 layout=$3 reference=$2 files=(oci-layout index.json blobs)
     # A name without a registry means Docker's, for containerd and kubelet too.
     [[ $name == */* ]] || reference=docker.io/library/$name
-    jq -n --arg digest "sha256:$digest" --argjson size "$size" --arg reference "$reference" --arg tag "${name##*:}" \
-        --arg architecture "$(oci_architecture)" '{schemaVersion: 2, manifests: [{
-        mediaType: "application/vnd.oci.image.manifest.v1+json", digest: $digest, size: $size,
-        platform: {architecture: $architecture, os: "linux"},
+    jq --arg reference "$reference" --arg tag "${name##*:}" '{schemaVersion: 2, manifests: [. + {
         annotations: {"io.containerd.image.name": $reference, "org.opencontainers.image.ref.name": $tag}}]}' \
-        >"$layout/index.json"
+        "$layout/descriptor" >"$layout/index.json"
     printf '{"imageLayoutVersion": "1.0.0"}\n' >"$layout/oci-layout"
+    [[ ! -e $layout/manifest.json ]] || files+=(manifest.json)
     tar --create --file="$archive" --directory="$layout" --sort=name --mtime=@0 --owner=0 --group=0 \
-        --numeric-owner oci-layout index.json manifest.json blobs
+        --numeric-owner "${files[@]}"
     jq -r '.manifests[0].digest' "$layout/index.json" >"${archive%.tar}.digest"
     rm -r "$layout"
+}
+
+# oci_index ARCHIVE NAME ARCHIVE...: writes ARCHIVE, an index of images for several architectures.
+oci_index() {
+    local archive=$1 name=$2 layout one manifests='[]' size digest
+    layout=$(mktemp -d "$archive.XXXXXX")
+    for one in "${@:3}"; do
+        tar --extract --file="$one" --directory="$layout" blobs
+        manifests=$(tar -xOf "$one" index.json | jq -c --argjson all "$manifests" '$all + [.manifests[0] | del(.annotations)]')
+    done
+    jq -n --argjson manifests "$manifests" '{schemaVersion: 2, mediaType: "application/vnd.oci.image.index.v1+json",
+        manifests: $manifests}' >"$layout/index"
+    size=$(stat --format %s "$layout/index")
+    digest=$(oci_blob "$layout" "$layout/index")
+    jq -n --arg digest "sha256:$digest" --argjson size "$size" \
+        '{mediaType: "application/vnd.oci.image.index.v1+json", digest: $digest, size: $size}' >"$layout/descriptor"
+    oci_archive "$archive" "$name" "$layout"
 }
 
 # debian_layer RELEASE PACKAGE...: prints the path of a layer with a Debian tree, and makes it unless it is in the cache.
 # DEBIAN_MIRROR overrides where the packages come from. Needs root and mmdebstrap.
 debian_layer() {
-    local release=$1 list layer work sources debian=http://deb.debian.org/debian
+    local release=$1 architecture list layer work sources debian=http://deb.debian.org/debian
+    architecture=$(oci_architecture)
     # As in Debian's own images.
     sources=("deb $debian $release main" "deb $debian $release-updates main" "deb $debian-security $release-security main")
     [[ -z ${DEBIAN_MIRROR:-} ]] || sources=("$DEBIAN_MIRROR")
     list=$(printf '%s\n' "${@:2}" | paste -sd ,)
-    layer=$cache/images/debian-$release-$(printf '%s\n' "$list" "${sources[@]}" | sha256sum | cut -c1-16).tar
+    layer=$cache/images/debian-$release-$(printf '%s\n' "$list" "${sources[@]}" | sha256sum | cut -c1-16)
+    [[ -z ${IMAGE_ARCHITECTURE:-} || $IMAGE_ARCHITECTURE == "$(uname -m)" ]] || layer+=-$architecture
+    layer+=.tar
     if [[ ! -e $layer ]]; then
         mkdir -p "$cache/images"
         echo "making the Debian tree (once per package list, about half a minute)" >&2
         work=$(mktemp "$cache/images/.build.XXXXXX")
-        # shellcheck disable=SC2016 # $1 is for the hook
-        SOURCE_DATE_EPOCH=0 mmdebstrap --quiet --variant=essential --include="$list" \
-            --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
-            --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-            --customize-hook='rm -rf "$1/var/lib/apt" "$1/var/cache" "$1/var/log"' \
-            --skip=output/dev --format=tar "$release" - "${sources[@]}" >"$work" || { rm -f "$work" && return 1; }
+        # Twice: a mirror that is being updated fails for a while.
+        debian_tree "$release" "$architecture" "$list" "${sources[@]}" >"$work" ||
+            { sleep 20 && debian_tree "$release" "$architecture" "$list" "${sources[@]}" >"$work"; } ||
+            { rm -f "$work" && return 1; }
         mv "$work" "$layer"
     fi
     printf '%s\n' "$layer"
+}
+
+# debian_tree RELEASE ARCHITECTURE PACKAGES SOURCE...: writes a Debian tree as an archive to stdout.
+debian_tree() {
+    # shellcheck disable=SC2016 # $1 is for the hook
+    SOURCE_DATE_EPOCH=0 mmdebstrap --quiet --variant=essential --architectures="$2" --include="$3" \
+        --aptopt='Acquire::Retries "5"' \
+        --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+        --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+        --customize-hook='rm -rf "$1/var/lib/apt" "$1/var/cache" "$1/var/log"' \
+        --skip=output/dev --format=tar "$1" - "${@:4}"
 }

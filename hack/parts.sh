@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Process functions of hack/cluster.sh and hack/kubelet.sh. They start programs with a log in $dir,
+# Process functions of hack/cluster.sh, hack/kubelet.sh and hack/e2e.sh. They start programs with a log in $dir,
 # wait until they are ready, and end them with the script, however it ends. Source this file; do not
 # run it. The caller sets dir.
 
@@ -49,4 +49,18 @@ await() {
         ! orphaned || exit 0
         sleep 0.1
     done
+}
+
+# make_cgroups NAME: creates the cgroup that kubelet requires (cgroupRoot), in each hierarchy.
+make_cgroups() {
+    local at
+    while read -r at; do
+        mkdir -p "$at/$1" 2>/dev/null || true
+    done < <(awk '/ - cgroup2? / && $5 ~ "^/sys/fs/cgroup" { print $5 }' /proc/self/mountinfo)
+    # A new cpuset accepts processes only with these set.
+    at=/sys/fs/cgroup/cpuset
+    if [[ -d $at/$1 ]]; then
+        cat "$at/cpuset.cpus" >"$at/$1/cpuset.cpus"
+        cat "$at/cpuset.mems" >"$at/$1/cpuset.mems"
+    fi
 }

@@ -283,7 +283,7 @@ for pool in "${pools[@]}"; do
 done
 is_root || cannot_run "needs root, for loop devices and mounts"
 install_missing "${storage_commands[@]}" jq || cannot_run "required commands are missing"
-sanity=$(go_tool csi-sanity) || exit 77
+sanity=$(csi_sanity) || exit 77
 driver=${CSI_LOOPBACK_BIN:-}
 if [[ -z $driver ]]; then
     (cd "$repo" && cargo build --locked --quiet) || die "the build of the driver failed"

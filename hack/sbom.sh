@@ -25,7 +25,7 @@ crates() {
     tool=$(cargo_cyclonedx) || return 1
     SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) "$tool" cyclonedx -qq --format json --spec-version 1.5 \
         --describe binaries --target "$(uname -m)-unknown-linux-musl" >&2 || return 1
-    sed -E "s|path\+file://$repo#(csi-loopback@)?|csi-loopback@|g" csi-loopback_bin.cdx.json
+    sed -E "s|path\+file://$repo#(csi-loopback@)?|csi-loopback@|g; s|path\+file://$repo/src/[a-z_]+#||g" csi-loopback_bin.cdx.json
 }
 
 blob() { tar -xOf "$1" "blobs/${2/://}"; } # blob ARCHIVE DIGEST

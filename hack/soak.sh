@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # hack/soak.sh [MINUTES]: runs long versions of the tests that search for missed changes and lost
 # snapshots: the oracle, sequences of failures, filesystems under load, crashes at every fail point,
-# power loss, growth, kills of backups, fuzz targets and the sidecar. It repeats them in rounds with
+# power loss, growth, kills of backups, fuzz targets, the sidecar and, by promtool, alerts. It repeats them in rounds with
 # fresh seeds and larger sizes for MINUTES (60), including the build. A step that does not fit in
 # the remaining time is reduced or omitted.
 #
@@ -9,7 +9,7 @@
 # failure, logs, images after a power cut and inputs of fuzz targets are kept in target/soak/TIME,
 # and the path is printed.
 #
-# SOAK_STEPS  steps to run ("oracle failures filesystems crash power-loss growth backup fuzz sidecar")
+# SOAK_STEPS  steps to run ("oracle failures filesystems crash power-loss growth backup fuzz sidecar alerts")
 # SOAK_POOL   pool kind of oracle and failures: reflink, image or copy (all)
 #
 # Needs root. An interrupt stops it and removes everything that it created.
@@ -22,17 +22,17 @@ cd "$repo"
 
 minutes=${1:-60}
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || die "not a number of minutes: $minutes"
-steps=${SOAK_STEPS:-oracle failures filesystems crash power-loss growth backup fuzz sidecar}
+steps=${SOAK_STEPS:-oracle failures filesystems crash power-loss growth backup fuzz sidecar alerts}
 
 # Size of each step in the first round, minimum, and maximum: cases, seconds or images. 1: the step
 # has no size.
-declare -A size=([oracle]=20 [failures]=40 [filesystems]=12 [crash]=1 [power-loss]=100 [growth]=1 [backup]=10 [fuzz]=30 [sidecar]=1)
-declare -A least=([oracle]=2 [failures]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [growth]=1 [backup]=3 [fuzz]=5 [sidecar]=1)
-declare -A most=([oracle]=2000 [failures]=5000 [filesystems]=600 [crash]=1 [power-loss]=2000 [growth]=1 [backup]=500 [fuzz]=1200 [sidecar]=1)
+declare -A size=([oracle]=20 [failures]=40 [filesystems]=12 [crash]=1 [power-loss]=100 [growth]=1 [backup]=10 [fuzz]=30 [sidecar]=1 [alerts]=1)
+declare -A least=([oracle]=2 [failures]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [growth]=1 [backup]=3 [fuzz]=5 [sidecar]=1 [alerts]=1)
+declare -A most=([oracle]=2000 [failures]=5000 [filesystems]=600 [crash]=1 [power-loss]=2000 [growth]=1 [backup]=500 [fuzz]=1200 [sidecar]=1 [alerts]=1)
 # Estimated milliseconds of each step: fixed, and per unit of size. Measurements replace these
 # estimates.
-declare -A fixed=([oracle]=5000 [failures]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [growth]=1200000 [backup]=60000 [fuzz]=5000 [sidecar]=240000)
-declare -A each=([oracle]=6000 [failures]=12000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [growth]=0 [backup]=4000 [fuzz]=9000 [sidecar]=0)
+declare -A fixed=([oracle]=5000 [failures]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [growth]=1200000 [backup]=60000 [fuzz]=5000 [sidecar]=240000 [alerts]=300000)
+declare -A each=([oracle]=6000 [failures]=12000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [growth]=0 [backup]=4000 [fuzz]=18000 [sidecar]=0 [alerts]=0)
 for name in $steps; do
     [[ -n ${size[$name]:-} ]] || die "unknown step $name; steps: ${!size[*]}"
 done
@@ -93,23 +93,43 @@ start() {
             ;;
         growth) tests growth --test storage growth -- GROWTH_EVERY=1 ;;
         backup) tests backup --test driver backup::killed:: -- "BACKUP_KILLS=$2" ;;
+        alerts)
+            label=alerts
+            # shellcheck disable=SC2016 # $1 is for the inner shell
+            run "alerts-$round" bash -euc 'source "$1" && tool=$(go_tool promtool) || exit 77
+                "$tool" check rules deploy/monitoring/rules.yaml
+                "$tool" test rules tests/data/rules.test.yaml' _ "$repo/hack/lib.sh"
+            ;;
         fuzz)
             label="fuzz ($2 s for each target)"
-            run "fuzz-$round" hack/fuzz.sh "$2"
+            fuzz "fuzz-$round" "$2"
             ;;
     esac
 }
 
+# fuzz NAME SECONDS: runs each fuzz target for SECONDS with the seeds and what earlier runs found. No
+# sanitizer: the fuzzed code has no unsafe blocks, and a sanitizer halves the number of inputs.
+fuzz() {
+    # shellcheck disable=SC2016 # the arguments are for the inner shell
+    run "$1" env RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR="$target/fuzz" bash -euc 'source "$1" && status=0
+        command -v c++ >/dev/null || install_missing g++ || exit 77
+        tool=$(cargo_fuzz) || exit 77
+        for name in $("$tool" fuzz list); do
+            mkdir -p "$CARGO_TARGET_DIR/corpus/$name"
+            "$tool" fuzz run --sanitizer none --codegen-units 16 "$name" "$CARGO_TARGET_DIR/corpus/$name" \
+                "fuzz/seeds/$name" -- -rss_limit_mb=1024 -timeout=20 -max_len=8192 -max_total_time="$2" || status=1
+        done
+        exit "$status"' _ "$repo/hack/lib.sh" "$2"
+}
+
 # count NAME: counts the tests of the step.
 count() {
-    if [[ $1 != fuzz ]]; then
+    if [[ $1 == alerts || $1 == fuzz ]]; then
+        count_step "round $round, $label"
+        # cargo-fuzz puts failing inputs there.
+        if [[ $1 == fuzz ]] && ((status != 0 && status != 77)); then mv fuzz/artifacts "$kept/fuzz-inputs-$round" || true; fi
+    else
         count_tests "round $round, $label"
-        return
-    fi
-    count_fuzz "round $round, $label"
-    # Failing inputs of the fuzz targets.
-    if ((status != 0 && status != 77)); then
-        cp -r "$target/fuzz/artifacts" "$kept/fuzz-inputs-$round" || true
     fi
 }
 
@@ -177,8 +197,8 @@ prepare() {
         crash) build_tests crash ;;
         sidecar) build_tests api_server ;;
         fuzz)
-            run "build $1" hack/fuzz.sh 1
-            count_fuzz "build $1"
+            fuzz "build $1" 1
+            count_step "build $1"
             ((status != 77)) || steps=${steps/fuzz/}
             ;;
     esac

@@ -20,6 +20,9 @@ phase_budget=
 phase_started=0
 # Process ids of background lanes.
 background=()
+# How a step is performed, if not at once: "detached", in a background lane, without a result; or "collect",
+# which waits for the result of that lane. A lane is a function that is called in both modes.
+mode=
 
 begin() { # begin LIMIT LOGS
     limit=$1 logs=$2
@@ -87,12 +90,21 @@ print_phases() {
     phase_line "$SECONDS" "$1" "total"
 }
 
-fail() { # fail COUNT NAME
+fail() { # fail COUNT NAME [LOG]: counts failed tests; the end of the output repeats NAME, and LOG's evidence
+    [[ $mode != detached ]] || return 0
     failed=$((failed + $1))
-    failures+=("$2")
+    failures+=("$2${3:+$'\n'$(evidence "$3")}")
+}
+
+# evidence LOG: the lines of a log that say what failed, else its last lines: a reader may have only the end of the output.
+evidence() {
+    local lines
+    lines=$(grep --text -A 2 -E 'panicked at|^failed: |FAILED|no success within' "$1" | grep -v '^--$') || lines=$(tail -n 8 "$1")
+    sed -n 's/^/      /; 1,20p' <<<"$lines"
 }
 
 skip() { # skip COUNT NAME REASON
+    [[ $mode != detached ]] || return 0
     if [[ ${CI:-} == true ]]; then
         printf 'FAILED             %s: %s (skips are failures with CI=true)\n' "$2" "$3"
         fail "$1" "$2: $3"
@@ -139,20 +151,30 @@ run_detached() {
     mv "$log.new" "$log.ended"
 }
 
-# collect NAME: waits until the background lane that was started last has run the step NAME. Sets
-# log, status and took like `run`.
+# collect NAME: waits until a background lane has run the step NAME. Sets log, status and took like
+# `run`.
 collect() {
     log=$(log_of "$1")
     while [[ ! -e $log.ended ]]; do
         # The lane can store the result just before it ends: check the file again.
-        if ! kill -0 "${background[-1]}" 2>/dev/null && [[ ! -e $log.ended ]]; then
-            echo "the background lane ended before this step" >>"$log"
+        if ! kill -0 "${background[@]}" 2>/dev/null && [[ ! -e $log.ended ]]; then
+            echo "the background lanes ended before this step" >>"$log"
             status=1 took='   0.0 s'
             return
         fi
         sleep 0.2
     done
     IFS=$'\t' read -r status took <"$log.ended"
+}
+
+# perform NAME COMMAND...: runs the command, or collects its result, by the mode. Fails if there is no
+# result to count.
+perform() {
+    case $mode in
+        detached) run_detached "$@" && return 1 ;;
+        collect) collect "$1" ;;
+        *) run "$@" ;;
+    esac
 }
 
 print_result() { # print_result NAME DETAIL [LINES]: prints the result of the last step, on failure with its last LINES
@@ -164,21 +186,25 @@ print_result() { # print_result NAME DETAIL [LINES]: prints the result of the la
     fi
 }
 
-step() { # step NAME COMMAND...: runs the command and counts it as one test
-    run "$@"
+step() { # step NAME COMMAND...: performs the command and counts it as one test
+    perform "$@" || return 0
+    count_step "$1"
+}
+
+# count_step NAME: counts the last step as one test. Exit code 77 means that the machine lacks what the
+# last line of the output names.
+count_step() {
+    if ((status == 77)); then
+        skip 1 "$1" "$(tail -n 1 "$log")"
+        return
+    fi
     print_result "$1" ""
-    if ((status == 0)); then passed=$((passed + 1)); else fail 1 "$1"; fi
+    if ((status == 0)); then passed=$((passed + 1)); else fail 1 "$1" "$log"; fi
 }
 
-# run_tests NAME COMMAND...: runs a test binary and counts its tests.
+# run_tests NAME COMMAND...: performs a test binary and counts its tests.
 run_tests() {
-    run "$@"
-    count_tests "$1"
-}
-
-# collect_tests NAME: like run_tests, for a binary that a background lane runs with run_detached.
-collect_tests() {
-    collect "$1"
+    perform "$@" || return 0
     count_tests "$1"
 }
 
@@ -196,9 +222,9 @@ count_tests() {
     ok=$((ok - ${#skips[@]}))
     passed=$((passed + ok))
     if ((bad > 0)); then
-        fail "$bad" "$name: $bad failed"
+        fail "$bad" "$name: $bad failed" "$log"
     elif ((status != 0)); then
-        fail 1 "$name: exit $status"
+        fail 1 "$name: exit $status" "$log"
     fi
     ((ignored == 0)) || detail=", $ignored only in the full tier"
     print_result "$name" ": $ok passed, $bad failed, ${#skips[@]} skipped$detail" 200
@@ -206,21 +232,6 @@ count_tests() {
     for line in "${skips[@]}"; do
         skip 1 "${line%%: *}" "${line#*: }"
     done
-}
-
-# count_fuzz NAME: counts the fuzz targets of the last step as tests.
-count_fuzz() {
-    local bad
-    if ((status == 77)); then
-        skip 1 "$1" "$(tail -n 1 "$log")"
-        return
-    fi
-    passed=$((passed + $(grep -c '^ok ' "$log" || true)))
-    bad=$(grep -c '^FAILED ' "$log" || true)
-    ((bad > 0 || status == 0)) || bad=1
-    ((bad == 0)) || fail "$bad" "$1: $bad targets"
-    print_result "$1" "" 200
-    ((status != 0)) || sed -n 's/^ok /             &/p' "$log"
 }
 
 # find_leftovers: sets leftovers to the mounts, loop devices, processes and files of this run, one

@@ -13,6 +13,8 @@
 #     hack/vm.sh linux-image-6.12-amd64 env ORACLE_POOL=image ORACLE_CASES=20 \
 #         target/debug/deps/storage-0123456789abcdef --include-ignored --test-threads=1 failures
 #
+# VM_ROOT    a directory with a Debian tree, which boots with its systemd in place of this machine's files; the command
+#            runs as a service
 # VM_CPUS    processors (2)
 # VM_MEMORY  memory in MiB (3072)
 # VM_ACCEL   kvm, or tcg for software emulation, about twenty times slower (kvm if available)
@@ -105,10 +107,11 @@ while read -r name; do insmod "/modules/\$name"; done </modules/order
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=524288,cache=loose host /host
 mount -t tmpfs rw /rw
 mkdir /rw/upper /rw/work
-mount -t overlay -o lowerdir=/host,upperdir=/rw/upper,workdir=/rw/work overlay /new
+mount -t overlay -o lowerdir="/host${VM_ROOT:-}",upperdir=/rw/upper,workdir=/rw/work overlay /new
 mkdir -p /new/scratch
 mount -t ext4 /dev/vda /new/scratch
 for name in proc sys dev; do mount --move "/\$name" "/new/\$name"; done
+[ -z "${VM_ROOT:-}" ] || exec /boot-systemd
 mkdir -p /new/dev/shm /new/dev/pts /new/run
 mount -t tmpfs run /new/run
 mount -t tmpfs shm /new/dev/shm
@@ -117,7 +120,29 @@ chroot /new /bin/bash -c 'cd "$PWD" && export TMPDIR=/scratch HOME=/root PATH="$
 echo "exit code \$?"
 poweroff -f
 END
-chmod +x "$root/init"
+cat >"$root/boot-systemd" <<END
+#!/bin/busybox sh
+cp /command /new/root/command
+cat >/new/etc/systemd/system/vm-command.service <<UNIT
+[Unit]
+After=multi-user.target
+[Service]
+Type=oneshot
+Environment=TMPDIR=/scratch HOME=/root
+StandardOutput=tty
+StandardError=tty
+TTYPath=/dev/ttyS0
+ExecStart=/bin/bash -c '/bin/bash /root/command; echo "exit code \$\$?"'
+ExecStopPost=/bin/systemctl --force --force poweroff
+UNIT
+mkdir -p /new/etc/systemd/system/default.target.wants
+ln -s ../vm-command.service /new/etc/systemd/system/default.target.wants/vm-command.service
+ln -sf multi-user.target /new/etc/systemd/system/default.target
+# Its initrd would do this.
+: >/new/etc/machine-id
+exec switch_root /new /sbin/init
+END
+chmod +x "$root/init" "$root/boot-systemd"
 (cd "$root" && find . | cpio --quiet --create --format=newc | gzip -1) >"$work/initramfs"
 
 truncate --size=20G "$work/scratch"

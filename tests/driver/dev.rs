@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 use support::cluster::programs::{Process, finish, stdout_of};
 use support::driver::{PATIENCE, binary, loops_named, mounts};
-use support::{BLOCK, examples, have_root, path, pattern, write_direct};
+use support::{BLOCK, REPOSITORY, examples, have_root, path, pattern, write_direct};
 use tempfile::TempDir;
 
 /// A running command, and the directory of all its files.
@@ -81,7 +81,7 @@ impl Dev {
 
     fn assert_nothing_left(&self) {
         assert!(!mounts().iter().any(|mount| mount.target.starts_with(self.scratch())));
-        let ours = ["dev.log", "staging", "device"].map(|name| self.scratch().join(name));
+        let ours = ["dev.log", "staging", "device", "ex"].map(|name| self.scratch().join(name));
         let entries = fs::read_dir(self.scratch()).unwrap();
         let left: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
         assert!(left.iter().all(|entry| ours.contains(entry)), "{left:?}");
@@ -139,6 +139,36 @@ fn dev_serves_clients_and_an_interrupt_leaves_nothing() {
     // The volume is still published.
     dev.interrupt();
     assert_eq!(loops_named(&volume), [""; 0]);
+}
+
+/// The commands of the second and third step of docs/guide/dev.md, with another directory.
+#[test]
+#[ignore = "full tier"]
+fn the_guide_runs_as_printed() {
+    let (Some(python), Some(_)) = (examples::python(), examples::go()) else { return };
+    if !have_root() {
+        return;
+    }
+    let page = fs::read_to_string(Path::new(REPOSITORY).join("docs/guide/dev.md")).unwrap();
+    let mut blocks = page.split("```sh\n").skip(1).map(|rest| rest.split("```").next().unwrap());
+    let start = blocks.next().unwrap();
+    assert!(start.contains("csi-loopback dev --env-file /tmp/dev.env\n"), "{start}");
+    let dev = Dev::start(&[]);
+    let directory = format!("{}/", path(dev.scratch()));
+    let commands = blocks.collect::<String>().replace("/tmp/", &directory);
+    let commands = commands.replace("dev.env", "env");
+    // The command of Python's environment has the path of where it was made.
+    let pip = "pip() { python3 -m pip --disable-pip-version-check \"$@\" >&2; }\n";
+    let programs = [python.parent().unwrap(), Path::new(binary()).parent().unwrap()].map(path);
+    let mut command = Command::new("bash");
+    command.args(["-euc", &format!("{pip}{commands}")]).current_dir(REPOSITORY);
+    command.env("PATH", format!("{}:{}", programs.join(":"), std::env::var("PATH").unwrap()));
+    let output = stdout_of(finish(command));
+    let extent = |line: &&str| line.split(' ').all(|word| word.parse::<u64>().is_ok());
+    let extents: Vec<_> = output.lines().filter(extent).collect();
+    let (from_python, from_go) = extents.split_at(extents.len() / 2);
+    assert!(!from_go.is_empty() && from_python == from_go, "{output}");
+    dev.interrupt();
 }
 
 #[test]

@@ -30,26 +30,34 @@ impl Client {
     }
 }
 
-/// The clients of the driver's socket and of the sidecar in each language, with its name. A
-/// language that the machine lacks is reported as a skip.
-pub fn clients() -> Vec<(&'static str, Client, Client)> {
+/// Python's interpreter with gRPC. If the machine lacks it, this is reported as a skip.
+pub fn python() -> Option<&'static Path> {
     static PYTHON: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    found(PYTHON.get_or_init(|| tool("python_grpc")))
+}
+
+/// The directory of the programs of examples/go. If the machine has no Go, this is reported as a
+/// skip.
+pub fn go() -> Option<&'static Path> {
     static GO: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let mut clients = Vec::new();
-    match PYTHON.get_or_init(|| tool("python_grpc")) {
-        Ok(python) => {
-            let script = |name: &str| Path::new(REPOSITORY).join("examples/python").join(name);
-            let client = |name: &str| Client(vec![python.clone(), script(name)]);
-            clients.push(("Python", client("driver.py"), client("sidecar.py")));
-        }
-        Err(why) => skip(why),
-    }
-    match GO.get_or_init(|| tool("example_clients")) {
-        Ok(directory) => {
-            let client = |name: &str| Client(vec![directory.join(name)]);
-            clients.push(("Go", client("driver-blocks"), client("sidecar-blocks")));
-        }
-        Err(why) => skip(why),
-    }
-    clients
+    found(GO.get_or_init(|| tool("example_clients")))
+}
+
+fn found(tool: &'static Result<PathBuf, String>) -> Option<&'static Path> {
+    tool.as_deref().inspect_err(|why| skip(why)).ok()
+}
+
+/// The clients of the driver's socket and of the sidecar in each language that the machine has,
+/// with its name.
+pub fn clients() -> Vec<(&'static str, Client, Client)> {
+    let in_python = python().map(|python| {
+        let script = |name: &str| Path::new(REPOSITORY).join("examples/python").join(name);
+        let client = |name: &str| Client(vec![python.to_owned(), script(name)]);
+        ("Python", client("driver.py"), client("sidecar.py"))
+    });
+    let in_go = go().map(|directory| {
+        let client = |name: &str| Client(vec![directory.join(name)]);
+        ("Go", client("driver-blocks"), client("sidecar-blocks"))
+    });
+    [in_python, in_go].into_iter().flatten().collect()
 }

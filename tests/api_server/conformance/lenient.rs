@@ -105,6 +105,7 @@ fn acceptor(file: &std::path::Path, key: &std::path::Path) -> TlsAcceptor {
 async fn serve(listener: TcpListener, acceptor: TlsAcceptor, service: Service) {
     while let Ok((stream, _)) = listener.accept().await {
         let (acceptor, service) = (acceptor.clone(), service.clone());
+        stream.set_nodelay(true).unwrap();
         tokio::spawn(async move {
             let Ok(stream) = acceptor.accept(stream).await else { return };
             let service = TowerToHyperService::new(SnapshotMetadataServer::new(service));

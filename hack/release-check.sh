@@ -96,7 +96,7 @@ test_deployment() {
     digest=$(cat "$(one 'images/csi-loopback-[0-9].[0-9].[0-9].digest')")
     [[ $(tar -xOf "$(one 'images/csi-loopback-[0-9].[0-9].[0-9].tar')" index.json | jq -r '.manifests[0].digest') == "$digest" ]] ||
         die "the index of the image is not the one of its digest"
-    images=$(grep -hoE 'image: \S*csi-loopback:\S+' "$release"/manifests/*.yaml)
+    images=$(grep -hoE 'image[:=] ?\S*csi-loopback:\S+' "$release"/manifests/*.yaml)
     [[ -n $images ]] || die "no manifest has an image"
     ! grep -v "@$digest$" <<<"$images" || die "images that are not pinned"
     if helm=$(go_tool helm); then

@@ -84,6 +84,7 @@ else
     # Tests that need a missing command skip themselves.
     install_missing "${load_commands[@]}" || true
     install_missing "${node_commands[@]}" || true
+    install_missing crun || true
     # Lanes must not install packages at the same time.
     [[ $tier != full ]] || install_missing "${e2e_commands[@]}" "${bench_commands[@]}" || true
 fi

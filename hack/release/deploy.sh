@@ -2,7 +2,7 @@
 # The images of a release, and what installs them: chart and manifests.
 # Sourced by hack/release.sh, never run.
 
-# make_images: an archive for each image and architecture, and an index of each image. Sets digest to that of csi-loopback.
+# make_images: an archive for each image and architecture, and an index of each image. Sets digest to that of csi-loopback, and own_image.
 make_images() {
     local architecture image archives
     mkdir -p "$out/images"
@@ -25,15 +25,16 @@ make_images() {
         oci_index "$out/images/$image-$version.tar" "$image:$version" "${archives[@]}"
     done
     digest=$(<"$out/images/csi-loopback-$version.digest")
+    own_image=${RELEASE_IMAGE:-csi-loopback}:$version@$digest
 }
 
 # pin DIRECTORY: hack/pin.sh; in a trial only the digest of the own image.
 pin() {
-    local image=${RELEASE_IMAGE:-csi-loopback}:$version@$digest sidecars
+    local sidecars
     read -ra sidecars <<<"${RELEASE_SIDECARS:-}"
     # A trial reads no registry.
     if [[ -z $trial || -n ${RELEASE_SIDECARS:-} ]]; then
-        PIN_DIR=$1 hack/pin.sh "$image" "${sidecars[@]}" >/dev/null && return
+        PIN_DIR=$1 hack/pin.sh "$own_image" "${sidecars[@]}" >/dev/null && return
     fi
     lacks "digests of the Kubernetes sidecars"
     mkdir -p "$1"
@@ -70,6 +71,8 @@ make_manifests() {
         rendered "$directory" >"$to/${directory//\//-}.yaml"
     done
     rendered base cbt-http >"$to/base-with-cbt-http.yaml"
+    # An argument names the image of the pods that it makes.
+    rendered conformance | sed "s|--image=csi-loopback:.*|--image=$own_image|" >"$to/conformance.yaml"
     joined deploy/crds/*.yaml >"$to/crds.yaml"
     joined deploy/crds-upstream/*.yaml >"$to/crds-upstream.yaml"
     if module=$(go_module kubernetes github.com/kubernetes-csi/external-snapshotter/client/v8); then

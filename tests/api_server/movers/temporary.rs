@@ -5,15 +5,20 @@ use std::collections::BTreeSet;
 use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use serde_json::{Value, json};
+use support::clock::Clock;
 use support::cluster::access::{Account, shipped};
+
 use support::cluster::programs::stdout_of;
 use support::cluster::shared;
+use support::skip;
 
 use super::rig::{Run, Stage, ended};
 
 const EXAMPLE: &str = "deploy/examples/backup-to-s3/rbac.yaml";
 const LABEL: &str = "backup.loopback.csi.local/temporary";
-const EXPIRES: &str = "backup.loopback.csi.local/expires";
+const LIFETIME: &str = "backup.loopback.csi.local/lifetime";
+/// The clock of the command is ahead by this time, in seconds.
+const AHEAD: i64 = 3 * 86_400;
 
 /// Verb, resource and subresource of each right of the example.
 fn granted() -> BTreeSet<String> {
@@ -52,7 +57,15 @@ impl Stage<'_> {
         let class = self.cluster.snapshot_class(self.driver(), &[]);
         let kubeconfig = self.cluster.kubeconfig_of(account);
         let arguments = ["backup", "create", "--claim", claim, "--snapshot-class", &class];
-        self.spawn(self.command(&kubeconfig, &arguments))
+        let mut command = self.command(&kubeconfig, &arguments);
+        match Clock::new(kubeconfig.parent().unwrap()) {
+            Some(clock) => {
+                clock.set(AHEAD);
+                command.envs(clock.environment());
+            }
+            None => skip("no libfaketime"),
+        }
+        self.spawn(command)
     }
 
     fn snapshots(&self) -> Vec<VolumeSnapshot> {
@@ -90,14 +103,15 @@ fn a_claim_is_backed_up_with_exactly_the_rights_of_the_example() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster);
     let account = stage.backup_account();
-    // Of a command that was killed, and of a user.
+    // Of a command that was killed, of one that runs, and of a user.
     let left = stage.snapshot("left");
+    stage.snapshot("running");
     stage.snapshot("other");
-    let expired = json!({ "metadata": {
-        "labels": { LABEL: "true" }, "annotations": { EXPIRES: "2026-01-01T00:00:00Z" },
-    } });
     let snapshots = cluster.api_in::<VolumeSnapshot>(&stage.namespace);
-    cluster.merge(&snapshots, "left", &expired);
+    for (name, lifetime) in [("left", "0s"), ("running", "1h")] {
+        let made = json!({ "labels": { LABEL: "true" }, "annotations": { LIFETIME: lifetime } });
+        cluster.merge(&snapshots, name, &json!({ "metadata": made }));
+    }
 
     let run = stage.back_up_claim(&account, "data-other");
     stage.release(&left);
@@ -126,7 +140,7 @@ fn a_claim_is_backed_up_with_exactly_the_rights_of_the_example() {
     stage.release(&content);
     assert_eq!(stdout_of(run.wait()).trim(), "{}");
     let names: Vec<_> = stage.snapshots().into_iter().filter_map(|one| one.metadata.name).collect();
-    assert_eq!(names, ["other"]);
+    assert_eq!(names, ["other", "running"]);
 
     let requests = cluster.requests().into_iter().filter(|one| one["user"]["username"] == user);
     let mut used: BTreeSet<String> = requests

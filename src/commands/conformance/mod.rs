@@ -95,16 +95,17 @@ pub type Found = (&'static str, Result<(), String>);
 /// The flags are invalid, or the driver cannot be reached.
 pub fn repeatedly(
     flags: &[&str],
-    work: impl FnOnce(&dyn Fn() -> Vec<Found>),
+    work: impl FnOnce(&dyn Fn(&dyn Fn(&str) -> bool) -> Vec<Found>),
 ) -> Result<Vec<String>> {
     let args = ConformanceArgs::of(flags)?;
     let rules = selected(&args.rules.focus, &args.rules.skip)?;
     let (_sender, signalled) = watch::channel(false);
     let (door, settings) = open(&args, calls(&args, signalled)?)?;
     let world = World::new(&*door, settings);
-    let once = || -> Vec<Found> {
+    let once = |is_asked: &dyn Fn(&str) -> bool| -> Vec<Found> {
         world.forget_streams();
-        let run = Run::of(&world, &rules, &mut |_| {});
+        let asked: Vec<Rule> = rules.iter().filter(|rule| is_asked(rule.id)).copied().collect();
+        let run = Run::of(&world, &asked, &mut |_| {});
         let found = run.judged.iter().map(|judged| match &judged.result {
             Judgment::Failed(finding) => {
                 (judged.rule.id, Err(format!("{}: {}", finding.call, finding.seen)))

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use csi_loopback::conformance::{self, Found};
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
@@ -158,6 +158,9 @@ const MUTANTS: &[(&str, Fault, &[&str])] = &[
     ("sidecar-not-found", Fault::NotFoundIsUnavailable, &[]),
 ];
 
+/// Parts of the ids of the rules that may fail for a faulty sidecar.
+const NEIGHBOURS: [&str; 5] = ["sidecar-", "-missing", "-unknown", "offset-", "status-"];
+
 /// What this driver cannot be judged by through a sidecar.
 const SKIPPED: [&str; 3] = ["deadline", "snapshot-deleted", "status-details"];
 
@@ -176,20 +179,25 @@ fn each_rule_of_a_sidecar_fails_for_its_mutant_and_no_other() {
     let judged = Judged::new(cluster);
     let token = cluster.token(&judged.account, Some(AUDIENCE));
     let lenient = Lenient::start(&judged.rig, token, judged.account.user());
+    // By the rules of refusals; one by all rules, and the others on the next days.
+    let days = UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400;
+    let is_all = std::env::var("MUTANTS").is_ok_and(|which| which == "all");
     judged.publish(lenient.port, &judged.rig.authority);
     let remaining = judged.acting(|| {
         conformance::repeatedly(&judged.flags(), |judge| {
             let start = Instant::now();
-            let found = judge();
+            let found = judge(&|_| true);
             println!("this driver: {:.1} s", start.elapsed().as_secs_f64());
             let not_passed = found.iter().filter(|(_, result)| result.is_err());
             let not_passed: Vec<_> =
                 not_passed.filter(|(rule, _)| !SKIPPED.contains(rule)).collect();
             assert!(not_passed.is_empty(), "this driver: {not_passed:#?}");
-            for (rule, fault, others) in MUTANTS {
+            for (number, (rule, fault, others)) in MUTANTS.iter().enumerate() {
                 let start = Instant::now();
                 lenient.set(*fault);
-                let found = judge();
+                let is_whole =
+                    is_all || (number as u64 + days).is_multiple_of(MUTANTS.len() as u64);
+                let found = judge(&|id| is_whole || NEIGHBOURS.iter().any(|one| id.contains(one)));
                 println!("{rule}: {:.1} s", start.elapsed().as_secs_f64());
                 let failed = failed(&found);
                 for (other, seen) in &failed {

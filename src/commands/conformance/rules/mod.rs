@@ -36,6 +36,7 @@ impl Severity {
 }
 
 /// A rule and its check.
+#[derive(Clone, Copy)]
 pub struct Rule {
     pub id: &'static str,
     pub severity: Severity,

@@ -111,8 +111,8 @@ fn failed(found: &[Found]) -> Vec<(&'static str, &str)> {
     failed.collect()
 }
 
-/// Judges mutants by the rules for which `is_asked`, given the mutant and the id of a rule.
-fn judge_mutants(is_selected: impl Fn(&str) -> bool, is_asked: impl Fn(&Mutant, &str) -> bool) {
+/// Judges mutants by the rules for which `is_judged`, given the mutant and the id of a rule.
+fn judge_mutants(is_selected: impl Fn(&str) -> bool, is_judged: impl Fn(&Mutant, &str) -> bool) {
     if !have_root() {
         return;
     }
@@ -138,7 +138,7 @@ fn judge_mutants(is_selected: impl Fn(&str) -> bool, is_asked: impl Fn(&Mutant, 
             let (rule, text, others) = mutant;
             let start = Instant::now();
             driver.restart_with(&["--enable-faults", "--fault", &fault(text)]);
-            let found = judge(&|id| is_asked(mutant, id));
+            let found = judge(&|id| is_judged(mutant, id));
             let failed = failed(&found);
             println!("{rule}: {:.1} s", start.elapsed().as_secs_f64());
             for (other, seen) in &failed {
@@ -180,7 +180,7 @@ fn each_rule_fails_for_its_mutant_and_no_other() {
     let days = UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400;
     let is_all = std::env::var("MUTANTS").is_ok_and(|which| which == "all");
     let place = |rule: &str| rules.iter().position(|one| *one == rule);
-    let is_asked = |(rule, _, others): &Mutant, id: &str| {
+    let is_judged = |(rule, _, others): &Mutant, id: &str| {
         let own = place(rule).unwrap();
         is_all
             // Reads the snapshot that while-used reads again.
@@ -189,7 +189,7 @@ fn each_rule_fails_for_its_mutant_and_no_other() {
             || others.contains(&id)
             || place(id).is_some_and(|other| other.abs_diff(own) <= NEIGHBOURS)
     };
-    judge_mutants(|_| true, is_asked);
+    judge_mutants(|_| true, is_judged);
 }
 
 /// Drivers that use each freedom of the text. None is accused. A change id as a base, instead of the

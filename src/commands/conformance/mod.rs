@@ -102,10 +102,10 @@ pub fn repeatedly(
     let (_sender, signalled) = watch::channel(false);
     let (door, settings) = open(&args, calls(&args, signalled)?)?;
     let world = World::new(&*door, settings);
-    let once = |is_asked: &dyn Fn(&str) -> bool| -> Vec<Found> {
+    let once = |is_judged: &dyn Fn(&str) -> bool| -> Vec<Found> {
         world.forget_streams();
-        let asked: Vec<Rule> = rules.iter().filter(|rule| is_asked(rule.id)).copied().collect();
-        let run = Run::of(&world, &asked, &mut |_| {});
+        let chosen: Vec<Rule> = rules.iter().filter(|rule| is_judged(rule.id)).copied().collect();
+        let run = Run::of(&world, &chosen, &mut |_| {});
         let found = run.judged.iter().map(|judged| match &judged.result {
             Judgment::Failed(finding) => {
                 (judged.rule.id, Err(format!("{}: {}", finding.call, finding.seen)))

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Scenario: deploy/examples/other-driver with a second driver that has no sidecar; listings of its snapshots
+# Scenario: docs/guide/other-driver.md, its commands as printed, with a second driver that has no sidecar
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 
-other=$overlay/other-driver
+work=$e2e/other-driver
+other=$work/deploy/examples/other-driver
 driver=block.csi.example.com
 
 # manifests_of_the_provider: the driver of deploy/base under another name and without its sidecar, as another provider ships it.
@@ -21,50 +22,60 @@ manifests_of_the_provider() {
 }
 
 clean_up() {
-    kubectl -n "$namespace" delete --ignore-not-found --timeout="${patience}s" pod/other volumesnapshot/other-1 volumesnapshot/other-2 \
+    kubectl -n "$namespace" delete --ignore-not-found --timeout="${patience}s" pod/other volumesnapshot/monday volumesnapshot/tuesday \
         pvc/other >/dev/null 2>&1 || true
     kubectl delete --ignore-not-found --timeout="${patience}s" -k "$other" >/dev/null 2>&1 || true
     kubectl delete --ignore-not-found "snapshotmetadataservice/$driver" >/dev/null 2>&1 || true
     kubectl label node node "$driver/pool-" >/dev/null 2>&1 || true
     on_node rm -rf /var/lib/block-csi "/var/lib/kubelet/plugins/$driver"
+    rm -rf --one-file-system "$work"
 }
 trap clean_up EXIT
 
+# run FILTER...: runs the commands of the page that grep selects, in a copy of deploy/.
+run() {
+    commands_of "$repo/docs/guide/other-driver.md" "Install the sidecar" | grep "$@" >"$work/commands"
+    [[ -s $work/commands ]]
+    # shellcheck source=/dev/null
+    (cd "$work" && source ./commands) >"$work/output"
+}
+
+# The program in the cluster. The audience of tokens is the driver's name.
+csi-loopback() { client "$@" --token-file=/tmp/other --output=json; }
+
 step "the driver, with the sidecar"
-rm -rf "$other"
-cp -r deploy/examples/other-driver "$other"
+rm -rf "$work"
+mkdir "$work"
+cp -r deploy "$work"
 manifests_of_the_provider >"$other/driver.yaml"
 sed -i 's|serviceAccount: .*|serviceAccount: block-csi-metadata|' "$other/parameters.yaml"
 quietly kubectl label node node "$driver/pool=true"
-quietly kubectl apply --server-side -k "$other"
+run -v '^ *csi-loopback'
+grep -q 'kind: StatefulSet' "$work/output"
 rollout block-csi statefulset/block-csi statefulset/block-csi-controller
-eventually kubectl get "snapshotmetadataservice/$driver"
 
 step "a block volume with two snapshots"
 claim other 64Mi "volumeMode: Block" "storageClassName: block-csi"
 user other other
 in_pod other 'head -c 1048576 /dev/urandom | dd of=/device bs=1M seek=8 conv=notrunc,fsync 2>/dev/null'
-for number in 1 2; do
+for name in monday tuesday; do
     apply <<END
 apiVersion: snapshot.storage.k8s.io/v1
 kind: VolumeSnapshot
-metadata: {name: other-$number, namespace: $namespace}
+metadata: {name: $name, namespace: $namespace}
 spec: {volumeSnapshotClassName: block-csi, source: {persistentVolumeClaimName: other}}
 END
-    await jsonpath='{.status.readyToUse}=true' -n "$namespace" "volumesnapshot/other-$number"
+    await jsonpath='{.status.readyToUse}=true' -n "$namespace" "volumesnapshot/$name"
     in_pod other 'dd if=/dev/urandom of=/device bs=4096 count=1 seek=4096 conv=notrunc,fsync 2>/dev/null'
 done
 
 step "allocated and delta by SnapshotMetadata"
-# The audience is the driver's name.
 token=$(kubectl -n backup-client create token client --audience="$driver")
 kubectl -n backup-client exec -i client -- sh -c 'cat >/tmp/other' <<<"$token"
-listed() {
-    client snapshot "$@" --namespace="$namespace" --token-file=/tmp/other --output=json | jq -r '.extents[] | "\(.offset) \(.length)"' |
-        join_extents
-}
-equal "blocks of other-1" "8388608 1048576" "$(listed allocated other-1)"
-equal "changes to other-2" "16777216 4096" "$(listed delta other-1 other-2)"
+run '^ *csi-loopback'
+listed() { jq --slurp -r ".[$1].extents[] | \"\\(.offset) \\(.length)\"" "$work/output" | join_extents; }
+equal "blocks of monday" "8388608 1048576" "$(listed 0)"
+equal "changes to tuesday" "16777216 4096" "$(listed 1)"
 clean_up
 rest=$(kubectl get persistentvolumes -o json | jq -r '.items[] | select(.spec.storageClassName == "block-csi") | .metadata.name')
 equal "volumes of the driver" "" "$rest"

@@ -7,7 +7,6 @@ use k8s_openapi::api::rbac::v1::PolicyRule;
 use serde_json::{Value, json};
 use support::clock::Clock;
 use support::cluster::access::{Account, shipped};
-
 use support::cluster::programs::stdout_of;
 use support::cluster::shared;
 use support::skip;

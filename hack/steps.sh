@@ -96,11 +96,31 @@ fail() { # fail COUNT NAME [LOG]: counts failed tests; the end of the output rep
     failures+=("$2${3:+$'\n'$(evidence "$3")}")
 }
 
-# evidence LOG: the lines of a log that say what failed, else its last lines: a reader may have only the end of the output.
+# evidence LOG: what failed, in a few short lines: a reader may have only the end of the output.
 evidence() {
     local lines
-    lines=$(grep --text -A 2 -E 'panicked at|^failed: |FAILED|no success within' "$1" | grep -v '^--$') || lines=$(tail -n 8 "$1")
-    sed -n 's/^/      /; 1,20p' <<<"$lines"
+    lines=$(panics "$1")
+    [[ -n $lines ]] || lines=$(grep --text -A 2 -E '^failed: |FAILED|no success within' "$1" | grep -v '^--$')
+    [[ -n $lines ]] || lines=$(tail -n 8 "$1")
+    cut -c 1-400 <<<"$lines" | sed -n 's/^/      /; 1,16p'
+}
+
+# panics LOG: each place of a panic once: the first test, the message, and how many tests failed there.
+panics() {
+    awk '
+        /^thread .* panicked at / {
+            place = $NF; test = $0; sub(/ \([0-9]+\) panicked at .*| panicked at .*/, "", test)
+            if (!seen[place]++) { order[++places] = place; first[place] = test; open = place; lines = 0 }
+            next
+        }
+        open && lines < 3 && NF && !/^(note: |stack backtrace:)/ { message[open] = message[open] " " $0; lines++; next }
+        { open = "" }
+        END {
+            for (i = 1; i <= places; i++) {
+                place = order[i]
+                printf "%s at %s%s%s\n", first[place], place, message[place], (seen[place] > 1 ? " (" seen[place] " times)" : "")
+            }
+        }' "$1"
 }
 
 skip() { # skip COUNT NAME REASON
@@ -274,7 +294,7 @@ check_leftovers() {
         passed=$((passed + 1))
     else
         print_leftovers
-        fail 1 "remaining mounts, loop devices, processes or files"
+        fail 1 "remaining mounts, loop devices, processes or files:"$'\n'"$(sed -n 's/^/      /; 1,8p' <<<"$leftovers")"
     fi
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
-use support::cluster::programs::{Process, finish, stdout_of};
+use support::cluster::programs::{Process, finish, finish_within, stdout_of};
 use support::driver::{PATIENCE, binary, loops_named, mounts};
 use support::{BLOCK, REPOSITORY, examples, have_root, path, pattern, write_direct};
 use tempfile::TempDir;
@@ -163,7 +163,8 @@ fn the_guide_runs_as_printed() {
     let mut command = Command::new("bash");
     command.args(["-euc", &format!("{pip}{commands}")]).current_dir(REPOSITORY);
     command.env("PATH", format!("{}:{}", programs.join(":"), std::env::var("PATH").unwrap()));
-    let output = stdout_of(finish(command));
+    // Go builds an example, on a new machine with all modules.
+    let output = stdout_of(finish_within(5 * PATIENCE, command));
     let extent = |line: &&str| line.split(' ').all(|word| word.parse::<u64>().is_ok());
     let extents: Vec<_> = output.lines().filter(extent).collect();
     let (from_python, from_go) = extents.split_at(extents.len() / 2);

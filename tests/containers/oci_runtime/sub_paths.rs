@@ -132,8 +132,12 @@ fn links_replaced_during_create_stay_within_the_volume() {
         let target = node.stage("swap", &info(&device, "ext4", &[]));
         // The link's target exists on the host, where it must not be reached, but not in the
         // container.
-        let script =
-            format!("while true; do ln -sfn real /v/x; ln -sfn {} /v/x; done", outside.display());
+        // `ln` removes a link before it creates the next: a container that is created between them
+        // gets a new directory, which replaces the links until it is removed.
+        let script = format!(
+            "while true; do ln -sfn real /v/x; ln -sfn {} /v/x; [ -L /v/x ] || rm -rf /v/x; done",
+            outside.display()
+        );
         let hostile = node.container(&[bind(target.as_path(), "/v")]).in_pod("pod");
         let hostile = hostile.running(&["sh", "-c", &script]);
         hostile.start();
@@ -143,8 +147,9 @@ fn links_replaced_during_create_stay_within_the_volume() {
             let output = victim.create();
             if output.status.success() {
                 node.ok(&["start", &victim.id]);
-                assert_eq!(victim.exec(&["cat", "/x/mark"]), "of the volume");
-                within.store(true, Ordering::Relaxed);
+                let mark = victim.exec(&["sh", "-c", "cat /x/mark || true"]);
+                assert!(["of the volume", ""].contains(&mark.as_str()), "{mark}");
+                within.fetch_or(!mark.is_empty(), Ordering::Relaxed);
             } else {
                 let message = String::from_utf8(output.stderr).unwrap();
                 assert!(

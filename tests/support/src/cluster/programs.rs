@@ -111,7 +111,12 @@ impl Drop for Process {
 }
 
 /// Runs a command. Panics if it does not end in time.
-pub fn finish(mut command: Command) -> Output {
+pub fn finish(command: Command) -> Output {
+    finish_within(PATIENCE, command)
+}
+
+/// Runs a command. Panics if it does not end in this time.
+pub fn finish_within(limit: Duration, mut command: Command) -> Output {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     let pid = Pid::from_raw(child.id() as i32);
@@ -119,7 +124,7 @@ pub fn finish(mut command: Command) -> Output {
     let reader = thread::spawn(move || {
         let _ = done.send(child.wait_with_output().unwrap());
     });
-    let output = waiting.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+    let output = waiting.recv_timeout(limit).unwrap_or_else(|_| {
         let _ = kill(pid, Signal::SIGKILL);
         panic!("{command:?} exceeded its time limit")
     });

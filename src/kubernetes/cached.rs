@@ -12,6 +12,7 @@ use super::cache::Object;
 use super::driver_discovery::DriverDiscovery;
 use super::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
 use super::pod::Pod;
+use super::pod_certificate::PodCertificateRequest;
 use super::session::{SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest};
 use super::snapshot::{
     CHANGE_ID, DEFAULT_CLASS, MANAGED_BY, VolumeSnapshot, VolumeSnapshotClass,
@@ -175,6 +176,23 @@ impl Cached for EndpointSlice {
                 node_name: endpoint.node_name.take(),
                 ..Endpoint::default()
             };
+        }
+    }
+}
+
+impl Cached for PodCertificateRequest {
+    fn shrink(&mut self) {
+        keep(&mut self.metadata, &[], &[]);
+        // A signer reads whether there are any.
+        self.spec.unverified_user_annotations.values_mut().for_each(String::clear);
+        if let Some(status) = &mut self.status {
+            status.certificate_chain.clear();
+            status.conditions.truncate(1);
+            status.conditions.iter_mut().for_each(|condition| condition.message.clear());
+        }
+        if !self.is_open() {
+            self.spec.stub_pkcs10_request.0.clear();
+            self.spec.unverified_user_annotations.clear();
         }
     }
 }

@@ -13,7 +13,7 @@
 //! | [`admission`] | the server side of webhooks |
 //! | [`publish`], [`api_service`], [`webhook_configuration`] | objects that publish an address and the certificates to trust |
 //! | [`cbt_http`] | the protocol between the aggregated API server and a sidecar |
-//! | [`snapshot`], [`bound_snapshot`], [`pod`], [`node_endpoints`], [`secret`], [`name`] | objects of Kubernetes and of the snapshot controller |
+//! | [`snapshot`], [`bound_snapshot`], [`pod`], [`pod_certificate`], [`node_endpoints`], [`secret`], [`name`] | objects of Kubernetes and of the snapshot controller |
 //! | [`metadata_service`], [`session`], [`snapshot_delta`], [`driver_discovery`], [`defer_annotation`], [`definition`] | objects of this project; `hack/crds.sh` generates deploy/crds from them |
 //!
 //! The feature `testing` adds `fake_api`, an API server for unit tests.
@@ -43,6 +43,7 @@ pub mod node_endpoints;
 pub mod own_tokens;
 pub mod peer_limit;
 pub mod pod;
+pub mod pod_certificate;
 pub mod proxy;
 pub mod publish;
 pub mod review;

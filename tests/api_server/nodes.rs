@@ -1,8 +1,19 @@
 //! Drivers on several nodes behind one address.
 
+use std::fs;
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use csi_loopback::kubernetes::pod_certificate::{
+    DENIED, ISSUED, PodCertificateRequest, PodCertificateRequestStatus,
+};
 use csi_loopback::proto::csi::v1 as csi;
 use k8s_openapi::api::core::v1::Node as NodeObject;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::Api;
 use nix::sys::signal::Signal;
+use rcgen::{CertificateParams, KeyPair};
+use serde_json::json;
 use support::BLOCK;
 use support::cluster::nodes::{Rig, certify};
 use support::cluster::shared;
@@ -144,6 +155,79 @@ fn a_server_with_another_name_or_authority_receives_no_token() {
         let log = node.sidecar.process.log();
         assert!(!log.contains("GetMetadata"), "a call arrived at {}:\n{log}", node.name);
     }
+}
+
+/// A request as kubelet makes it for a pod of this account on this node.
+fn request(rig: &Rig<'_>, signer: &str, account: &str, node: &str, key: &KeyPair) -> String {
+    let empty = CertificateParams::default().serialize_request(key).unwrap();
+    let name = rig.cluster.unique("request");
+    let request = json!({
+        "metadata": { "name": name },
+        "spec": {
+            "signerName": signer, "podName": "metadata", "podUID": "u", "serviceAccountName": account,
+            "serviceAccountUID": "u", "nodeName": node, "nodeUID": "u", "maxExpirationSeconds": 3600,
+            "stubPKCS10Request": BASE64_STANDARD.encode(empty.der()),
+        },
+    });
+    rig.cluster.create(&requests(rig), request);
+    name
+}
+
+fn requests(rig: &Rig<'_>) -> Api<PodCertificateRequest> {
+    rig.cluster.api_in(&rig.namespace)
+}
+
+fn answer(rig: &Rig<'_>, name: &str) -> PodCertificateRequestStatus {
+    rig.cluster.wait_for("an answer", || {
+        let found = rig.cluster.get(&requests(rig), name).unwrap();
+        found.status.filter(|status| !status.conditions.is_empty())
+    })
+}
+
+#[test]
+fn nodes_have_certificates_that_the_front_signed() {
+    let Some(cluster) = shared() else { return };
+    let signer = format!("{}.example.com/node", cluster.unique("signer"));
+    let mut rig = Rig::signing(cluster, &signer);
+    let history = rig.history(0, "data", &[3]);
+    let refused = rig.ask(rig.delta(&history)).unwrap_err();
+    assert!(refused.message().contains("UnknownIssuer"), "{refused:?}");
+    let (node, key) = (rig.nodes[0].name.clone(), KeyPair::generate().unwrap());
+    let status = answer(&rig, &request(&rig, &signer, "node", &node, &key));
+    assert_eq!(status.conditions[0].type_, ISSUED, "{status:?}");
+    let certificate = &rig.nodes[0].certificate;
+    // One file, as kubelet writes it.
+    let bundle = format!("{}{}", key.serialize_pem(), status.certificate_chain);
+    for file in [&certificate.file, &certificate.key] {
+        fs::write(file, &bundle).unwrap();
+    }
+    let port = rig.restart_sidecar(0);
+    rig.move_endpoint(0, Some(port));
+    let answered = cluster.wait_for("the node is trusted", || rig.ask(rig.delta(&history)).ok());
+    assert_eq!(answered.extents(), extents(&[3]));
+    assert!(http(&rig.front, "/metrics").contains("node_certificates_total{result=\"issued\"} 1"));
+    // A certificate of one node is of no use at another's address.
+    rig.move_endpoint(1, Some(port));
+    let other = rig.history(1, "other", &[4]);
+    cluster.wait_for("the endpoint has moved", || {
+        rig.ask(rig.delta(&other)).err().filter(|it| it.message().contains("not valid for name"))
+    });
+}
+
+#[test]
+fn a_certificate_for_another_pod_is_denied_with_the_reason() {
+    let Some(cluster) = shared() else { return };
+    let signer = format!("{}.example.com/node", cluster.unique("signer"));
+    let rig = Rig::signing(cluster, &signer);
+    let key = KeyPair::generate().unwrap();
+    let status = answer(&rig, &request(&rig, &signer, "default", &rig.nodes[0].name, &key));
+    let Condition { type_, reason, message, .. } = &status.conditions[0];
+    assert_eq!((&type_[..], &reason[..]), (DENIED, "OtherServiceAccount"));
+    assert!(message.contains("/node") && status.certificate_chain.is_empty(), "{status:?}");
+    // What another signer should answer stays open.
+    let foreign = request(&rig, "example.com/other", "node", &rig.nodes[0].name, &key);
+    answer(&rig, &request(&rig, &signer, "node", &rig.nodes[0].name, &key));
+    assert!(rig.cluster.get(&requests(&rig), &foreign).unwrap().is_open());
 }
 
 #[test]

@@ -64,6 +64,11 @@ struct ReasonLabel {
     reason: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResultLabel {
+    result: &'static str,
+}
+
 type Histograms = Family<Call, Histogram, fn() -> Histogram>;
 
 /// Clones share the metrics.
@@ -73,6 +78,7 @@ pub struct Metrics {
     driver_name: Arc<OnceLock<String>>,
     calls: Histograms,
     refused: Family<ReasonLabel, Counter>,
+    certificates: Family<ResultLabel, Counter>,
     open: Gauge<i64, AtomicI64>,
     extents: Counter,
     bytes: Counter,
@@ -94,6 +100,12 @@ impl Metrics {
         let own = registry.sub_registry_with_prefix("csi_loopback_sidecar");
         let refused: Family<ReasonLabel, Counter> = Family::default();
         own.register("requests_refused", "Failed calls, by reason", refused.clone());
+        let certificates: Family<ResultLabel, Counter> = Family::default();
+        own.register(
+            "node_certificates",
+            "Requests for a node's certificate, by result: issued or denied",
+            certificates.clone(),
+        );
         let open = Gauge::default();
         own.register("streams_open", "Response streams in progress", open.clone());
         let (extents, bytes, messages) =
@@ -118,6 +130,7 @@ impl Metrics {
             driver_name: Arc::default(),
             calls,
             refused,
+            certificates,
             open,
             extents,
             bytes,
@@ -131,6 +144,10 @@ impl Metrics {
         let _ = self.driver_name.set(name.to_owned());
         self.driver_ready.set(1);
         self.driver_capable.set(capable.into());
+    }
+
+    pub fn node_certificate(&self, result: &'static str) {
+        self.certificates.get_or_create(&ResultLabel { result }).inc();
     }
 
     pub fn driver_not_ready(&self) {

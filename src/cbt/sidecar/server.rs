@@ -68,7 +68,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     args.check()?;
-    let is_used = args.session_api || args.cbt_http.enabled;
+    let is_used = args.session_api || args.cbt_http.enabled || args.nodes.node_signer.is_some();
     let namespace = is_used.then(|| args.authority.namespace()).transpose()?;
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let driver = driver(&args, &shutdown);
@@ -265,8 +265,11 @@ impl Base {
             return Ok(Apis { metadata: None, sessions: None, node: None });
         }
         let streams = self.args.max_streams as usize;
-        let (watch, lookups) = (&self.kubernetes, &self.lookups);
-        sidecar.nodes = Nodes::start(nodes, streams, watch, lookups, &self.shutdown)?;
+        let clients = Clients { watch: self.kubernetes.clone(), lookups: self.lookups.clone() };
+        let namespace = self.namespace.as_deref();
+        let started =
+            Nodes::start(nodes, streams, clients, namespace, &self.metrics, &self.shutdown);
+        sidecar.nodes = started.await?;
         let cluster = self.cluster(authenticator);
         let sessions = match &self.namespace {
             Some(namespace) if self.args.session_api => {

@@ -8,6 +8,7 @@
 
 mod route;
 mod serve;
+mod signer;
 
 use std::path::PathBuf;
 
@@ -26,7 +27,7 @@ use kubernetes::name;
 pub struct Args {
     /// Call the sidecars of nodes (--serve-node) instead of a driver: their Service
     #[arg(long, value_parser = name::namespaced, value_name = "NAMESPACE/NAME",
-        requires_all = ["driver_name", "node_ca", "front_account"])]
+        requires_all = ["driver_name", "node_trust", "front_account"])]
     pub node_service: Option<Key>,
 
     /// With --node-service: name of the CSI driver on the nodes
@@ -34,8 +35,22 @@ pub struct Args {
     pub driver_name: Option<String>,
 
     /// With --node-service: CA certificates of the nodes' sidecars (PEM)
-    #[arg(long, requires = "node_service", value_name = "FILE")]
+    #[arg(long, requires = "node_service", group = "node_trust", value_name = "FILE")]
     pub node_ca: Option<PathBuf>,
+
+    /// With --node-service: sign the certificates of the nodes' sidecars, as this signer of
+    /// PodCertificateRequests, such as example.com/node (Kubernetes 1.37)
+    #[arg(long, value_parser = signer_name, value_name = "NAME", group = "node_trust",
+        requires_all = ["node_service", "node_account"])]
+    pub node_signer: Option<String>,
+
+    /// With --node-signer: ServiceAccount of the nodes' sidecars
+    #[arg(long, value_parser = name::namespaced, value_name = "NAMESPACE/NAME", requires = "node_signer")]
+    pub node_account: Option<Key>,
+
+    /// With --node-signer: Secret that holds the authority, created if missing
+    #[arg(long, value_parser = name::object, value_name = "NAME", default_value = "csi-loopback-nodes-ca")]
+    pub node_signer_secret: String,
 
     /// Serve the driver of the node with this name, to --front-account only
     #[arg(long, value_parser = name::object, value_name = "NODE", requires = "front_account",
@@ -60,6 +75,18 @@ impl Args {
             bail!("{flag} cannot be used with {own}");
         }
         Ok(())
+    }
+}
+
+/// A name of a signer: a domain, a slash, and a path (CertificateSigningRequest).
+fn signer_name(text: &str) -> Result<String, String> {
+    match text.split_once('/') {
+        Some((domain, path))
+            if domain.contains('.') && [domain, path].into_iter().all(name::is_object) =>
+        {
+            Ok(text.to_owned())
+        }
+        _ => Err("is not the name of a signer, such as example.com/node".into()),
     }
 }
 

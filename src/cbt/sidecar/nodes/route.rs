@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
-use kube::Client;
 use moka::future::Cache;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
@@ -21,8 +20,10 @@ use tokio_rustls::client::TlsStream;
 use tonic::Status;
 use tonic_types::StatusExt;
 
+use super::signer::{self, Policy};
 use super::{Args, audience};
 use crate::sidecar::driver_link::{DriverLink, DriverRequest, MetadataStream};
+use crate::sidecar::metrics::Metrics;
 use crate::sidecar::refusal::{DOMAIN, Reason, Refusal};
 use crate::sidecar::relay::of_driver;
 use crate::sidecar::service::remaining;
@@ -59,31 +60,43 @@ struct Link {
 }
 
 impl Nodes {
-    /// Starts to watch the endpoints, with `--node-service`.
+    /// Starts to watch the endpoints, with `--node-service`. `namespace` is that of the program.
     ///
     /// # Errors
-    /// `--node-ca` has no certificate.
-    pub fn start(
+    /// `--node-ca` has no certificate, or `--node-signer` no authority.
+    pub async fn start(
         args: &Args,
         streams: usize,
-        watch: &Client,
-        lookups: &Client,
+        clients: Clients,
+        namespace: Option<&str>,
+        metrics: &Metrics,
         shutdown: &Shutdown,
     ) -> anyhow::Result<Option<Self>> {
-        let Args { node_service, driver_name, node_ca, front_account, .. } = args;
-        let (Some(service), Some(driver), Some(ca), Some(account)) =
-            (node_service, driver_name, node_ca, front_account)
+        let Args { node_service, driver_name, front_account, .. } = args;
+        let (Some(service), Some(driver), Some(account)) =
+            (node_service, driver_name, front_account)
         else {
             return Ok(None);
         };
-        let parse = |pem: &str| tls::client_config(pem.as_bytes()).map(Arc::new);
-        let clients = Clients { watch: watch.clone(), lookups: lookups.clone() };
+        let trusted = match (&args.node_ca, &args.node_signer, &args.node_account, namespace) {
+            (Some(ca), ..) => {
+                let parse = |pem: &str| tls::client_config(pem.as_bytes()).map(Arc::new);
+                tls::watch_authorities("--node-ca", ca, parse, shutdown.clone())?
+            }
+            (None, Some(signer), Some(account), Some(namespace)) => {
+                let policy = Policy { signer: signer.clone(), account: account.clone() };
+                let secret = (namespace, args.node_signer_secret.clone());
+                signer::start(policy, secret, clients.clone(), metrics, shutdown).await?
+            }
+            _ => return Ok(None),
+        };
+        let tokens = Tokens::new(clients.lookups.clone(), &account.namespace, &account.name);
         Ok(Some(Self {
             driver: driver.clone(),
             streams,
             endpoints: NodeEndpoints::start(clients, service.clone(), shutdown.clone()),
-            tokens: Tokens::new(lookups.clone(), &account.namespace, &account.name),
-            trusted: tls::watch_authorities("--node-ca", ca, parse, shutdown.clone())?,
+            tokens,
+            trusted,
             links: Cache::builder().max_capacity(MAX_NODES).time_to_idle(IDLE).build(),
         }))
     }

@@ -4,16 +4,20 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SerialNumber,
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SerialNumber,
 };
-use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, CertificateSigningRequestDer};
 
 use super::super::certificates::Pair;
+use super::signer::Issued;
 
 /// Tolerated clock skew of clients.
 const CLOCK_SKEW: Duration = Duration::from_secs(300);
+/// The same for certificates that the API server checks: notBefore must be within 5 minutes of its
+/// own clock.
+const CHECKED_CLOCK_SKEW: Duration = Duration::from_secs(120);
 /// Validity of an authority's certificate.
 const CA_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// Prefix of the names of this program's authorities.
@@ -94,19 +98,54 @@ pub fn certificate(
     now: SystemTime,
     validity: Duration,
 ) -> anyhow::Result<Pair> {
+    let mut params = server(names).context("the names of --service-address")?;
+    params.not_before = (now - CLOCK_SKEW).into();
+    params.not_after = (now + validity).min(ca.not_after).into();
+    let key = KeyPair::generate().context("a key")?;
+    let cert = params.signed_by(&key, &issuer(ca)?).context("a certificate")?.pem();
+    Pair::from_pem(cert.as_bytes(), key.serialize_pem().as_bytes())
+}
+
+/// A certificate for this name and the key of a request. The whole span from notBefore on is at most
+/// `validity`.
+pub fn for_request(
+    ca: &Ca,
+    request: &[u8],
+    name: &str,
+    now: SystemTime,
+    validity: Duration,
+) -> anyhow::Result<Issued> {
+    let request = CertificateSigningRequestDer::from(request);
+    let request = CertificateSigningRequestParams::from_der(&request).context("its key")?;
+    let not_before = whole(now - CHECKED_CLOCK_SKEW);
+    let not_after = whole((not_before + validity).min(ca.not_after));
+    let mut params = server(&[name.to_owned()]).context("the name")?;
+    (params.not_before, params.not_after) = (not_before.into(), not_after.into());
+    let certificate =
+        params.signed_by(&request.public_key, &issuer(ca)?).context("a certificate")?;
+    Ok(Issued { certificate: certificate.pem(), not_before, not_after })
+}
+
+/// Whole seconds, as in a certificate.
+fn whole(time: SystemTime) -> SystemTime {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs())
+}
+
+fn issuer(ca: &Ca) -> anyhow::Result<Issuer<'static, KeyPair>> {
     let authority = KeyPair::from_pem(&ca.key).context("the authority's key")?;
-    let issuer = Issuer::from_ca_cert_pem(&ca.cert, authority).context("the authority")?;
-    let mut params = CertificateParams::new(names).context("the names of --service-address")?;
+    Issuer::from_ca_cert_pem(&ca.cert, authority).context("the authority")
+}
+
+/// The content of a server's certificate for these names (DNS names or IP addresses).
+fn server(names: &[String]) -> Result<CertificateParams, rcgen::Error> {
+    let mut params = CertificateParams::new(names)?;
     let name = names.first().map_or("", String::as_str);
     params.distinguished_name.push(DnType::CommonName, name.get(..64).unwrap_or(name));
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
     params.use_authority_key_identifier_extension = true;
-    params.not_before = (now - CLOCK_SKEW).into();
-    params.not_after = (now + validity).min(ca.not_after).into();
-    let key = KeyPair::generate().context("a key")?;
-    let cert = params.signed_by(&key, &issuer).context("a certificate")?.pem();
-    Pair::from_pem(cert.as_bytes(), key.serialize_pem().as_bytes())
+    Ok(params)
 }
 
 #[cfg(test)]
@@ -126,6 +165,36 @@ mod tests {
         let second = first.renewed(later).unwrap().unwrap();
         assert_eq!((second.own_name().unwrap(), &second.key), (Some(name), &first.key));
         assert!(second.cert != first.cert && second.not_after > later + 9 * YEAR);
+    }
+
+    #[test]
+    fn only_the_key_of_a_request_is_signed() {
+        use rcgen::PublicKeyData;
+        let now = SystemTime::now();
+        let ca = Ca::new("nodes", now).unwrap();
+        let key = KeyPair::generate().unwrap();
+        // A request that names another node.
+        let params = CertificateParams::new(["node-2".to_owned()]).unwrap();
+        let request = params.serialize_request(&key).unwrap();
+        let validity = Duration::from_secs(3600);
+        let issued = for_request(&ca, request.der(), "node-1", now, validity).unwrap();
+        assert_eq!(issued.not_after, issued.not_before + validity);
+        let der = CertificateDer::from_pem_slice(issued.certificate.as_bytes()).unwrap();
+        let (_, cert) = x509_parser::parse_x509_certificate(&der).unwrap();
+        let names = cert.subject_alternative_name().unwrap().unwrap().value.general_names.clone();
+        assert_eq!(names, [x509_parser::extensions::GeneralName::DNSName("node-1")]);
+        assert!(!cert.is_ca() && cert.public_key().raw == key.subject_public_key_info());
+        let seconds = |time: SystemTime| {
+            time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs() as i64
+        };
+        let span = cert.validity();
+        assert_eq!(span.not_before.timestamp(), seconds(issued.not_before));
+        assert_eq!(span.not_after.timestamp(), seconds(issued.not_after));
+        let mut damaged = request.der().to_vec();
+        *damaged.last_mut().unwrap() ^= 1;
+        for bad in [&damaged[..], b"", b"nonsense"] {
+            for_request(&ca, bad, "node-1", now, validity).unwrap_err();
+        }
     }
 
     #[test]

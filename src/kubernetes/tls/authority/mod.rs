@@ -1,35 +1,31 @@
-//! `--self-signed`: a certificate authority of the program. A Secret holds it ([`secret`]), so that
-//! all replicas share it. Each replica issues its own certificate ([`issue`]), keeps it in memory
-//! and replaces it in time. The Secret is polled, because an administrator may replace the
-//! authority.
+//! Certificate authorities of the program. A Secret holds one ([`secret`]), so that all replicas
+//! share it ([`shared`]). With `--self-signed` each replica issues its own certificate ([`issue`]),
+//! keeps it in memory and replaces it in time. A [`Signer`] signs the keys of other servers.
 
 mod issue;
 mod secret;
+mod shared;
+mod signer;
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use k8s_openapi::api::core::v1::Secret;
-use kube::api::PostParams;
-use kube::{Api, Client};
+use kube::Client;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
+pub use self::signer::{Issued, Signer};
+
 use self::issue::Ca;
-use self::secret::{Found, State};
+use self::secret::State;
+use self::shared::{Refused, SharedAuthority};
 use super::Certificates;
-use crate::client::within;
 use crate::name;
 use common::quantity::duration;
-use telemetry::rate_limited_log::RateLimitedLog;
 use telemetry::shutdown::Shutdown;
 
 /// Limits of the poll interval of the Secret, which is a twentieth of a certificate's validity.
 const POLL_INTERVAL: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
-/// Timeout of one call to the API server.
-const CALL: Duration = Duration::from_secs(10);
-/// Maximum number of concurrent writes by others that one round follows. Each is one step of few.
-const CONFLICTS: usize = 10;
 /// Timeout of the first certificate.
 const START: Duration = Duration::from_secs(120);
 /// Interval between attempts at the start.
@@ -99,16 +95,12 @@ pub async fn start(
     let namespace = args.namespace()?;
     let name = args.self_signed_secret.clone().unwrap_or_else(|| format!("csi-loopback-{mode}-ca"));
     let (sender, pem) = watch::channel(String::new());
-    let mut manager = AuthorityManager {
-        secrets: Api::namespaced(client, &namespace),
-        title: format!("Secret {namespace}/{name}"),
-        name,
-        mode,
+    let mut manager = OwnCertificate {
+        authority: SharedAuthority::new(client, &namespace, name, mode),
         validity: args.self_signed_validity,
         names,
         pem: sender,
         served: None,
-        error_log: RateLimitedLog::default(),
     };
     let until = Instant::now() + START;
     let certificates = loop {
@@ -117,7 +109,7 @@ pub async fn start(
             Err(error) if error.is::<Refused>() || Instant::now() >= until => {
                 return Err(error.context("--self-signed"));
             }
-            Err(error) => manager.complain(&error),
+            Err(error) => manager.authority.complain(&error),
         }
         if let Some(served) = &manager.served {
             break served.certificates.clone();
@@ -149,31 +141,13 @@ pub fn in_memory(mode: &str, names: &[String]) -> anyhow::Result<(Certificates, 
     Ok((Certificates::new(pair), ca.cert))
 }
 
-/// Why the Secret cannot be used.
-#[derive(Debug, thiserror::Error)]
-enum Refused {
-    #[error(
-        "{title} does not belong to this program: {why}; select another one with --self-signed-secret, or delete it"
-    )]
-    Foreign { title: String, why: String },
-    #[error(
-        "the authority in {title} has expired; replace it (docs/reference/sidecar.md) or delete the Secret"
-    )]
-    Expired { title: String },
-}
-
-struct AuthorityManager {
-    secrets: Api<Secret>,
-    /// Title of the Secret, for messages.
-    title: String,
-    name: String,
-    mode: &'static str,
+struct OwnCertificate {
+    authority: SharedAuthority,
     /// Validity of a certificate.
     validity: Duration,
     names: Vec<String>,
     pem: watch::Sender<String>,
     served: Option<Served>,
-    error_log: RateLimitedLog,
 }
 
 /// The certificate that this replica issued for itself.
@@ -183,19 +157,16 @@ struct Served {
     renew_at: SystemTime,
 }
 
-impl AuthorityManager {
+impl OwnCertificate {
     async fn run(mut self) {
         let (least, most) = POLL_INTERVAL;
         let every = (self.validity / 20).clamp(least, most);
         loop {
             sleep(every).await;
             match self.round().await {
-                Ok(()) if self.error_log.clear() => {
-                    tracing::info!("{} is up to date again", self.title);
-                }
-                Ok(()) => {}
+                Ok(()) => self.authority.succeeded(),
                 Err(error) => {
-                    self.complain(&error);
+                    self.authority.complain(&error);
                     // The last authority remains usable while the API server is unavailable.
                     if let Err(error) = self.renew(SystemTime::now()) {
                         tracing::error!(
@@ -208,73 +179,14 @@ impl AuthorityManager {
         }
     }
 
-    fn complain(&mut self, error: &anyhow::Error) {
-        let error = format!("{error:#}");
-        if self.error_log.is_new(&error) {
-            tracing::warn!(error, "failed to maintain the authority in {}; retrying", self.title);
-        }
-    }
-
-    /// Reads the Secret, writes it if it has no authority or one that needs a new certificate, and
-    /// serves its content.
+    /// Serves the content of the Secret.
     async fn round(&mut self) -> anyhow::Result<()> {
-        for _ in 0..CONFLICTS {
-            let before = within(CALL, self.secrets.get_opt(&self.name)).await?;
-            let now = SystemTime::now();
-            let state = match secret::found(before.as_ref()) {
-                Found::Held(state) => match state.signing.renewed(now)? {
-                    Some(signing) => state.with(signing),
-                    None => return self.serve(&state, now),
-                },
-                Found::Foreign(why) => Err(Refused::Foreign { title: self.title.clone(), why })?,
-                Found::Corrupt(why) => {
-                    self.replace_authority(&format!("is damaged ({why})"), now)?
-                }
-                Found::Nothing if self.served.is_some() => {
-                    self.replace_authority("was deleted", now)?
-                }
-                Found::Nothing => State::new(Ca::new(self.mode, now)?),
-            };
-            if self.write(&state, before.as_ref()).await? {
-                tracing::info!("wrote {}", self.title);
-            }
-            // Read again, because another replica may have written it.
-        }
-        anyhow::bail!("{} is constantly changed by other clients", self.title)
-    }
-
-    fn replace_authority(&self, what: &str, now: SystemTime) -> anyhow::Result<State> {
-        tracing::error!(
-            "{} {what}: creating a new authority; clients must trust its certificate",
-            self.title
-        );
-        Ca::new(self.mode, now).map(State::new)
-    }
-
-    /// Returns false if another client was faster: the Secret was created, changed or deleted
-    /// meanwhile.
-    async fn write(&self, state: &State, before: Option<&Secret>) -> anyhow::Result<bool> {
-        let secret = secret::holding(state, &self.name, self.mode, before);
-        let post = PostParams::default();
-        let written = match before {
-            Some(_) => within(CALL, self.secrets.replace(&self.name, &post, &secret)).await,
-            None => within(CALL, self.secrets.create(&post, &secret)).await,
-        };
-        match written {
-            Ok(_) => Ok(true),
-            Err(kube::Error::Api(status))
-                if status.code == 409 || (status.code == 404 && before.is_some()) =>
-            {
-                Ok(false)
-            }
-            Err(error) => Err(error.into()),
-        }
+        let now = SystemTime::now();
+        let state = self.authority.current(now).await?;
+        self.serve(&state, now)
     }
 
     fn serve(&mut self, state: &State, now: SystemTime) -> anyhow::Result<()> {
-        if state.signing.not_after <= now {
-            Err(Refused::Expired { title: self.title.clone() })?;
-        }
         self.pem.send_if_modified(|pem| {
             let changed = *pem != state.bundle;
             pem.clone_from(&state.bundle);

@@ -86,6 +86,11 @@ fn front_rules() -> Vec<PolicyRule> {
         rule("discovery.k8s.io", &["endpointslices"], &["get", "list", "watch"]),
         rule("", &["nodes"], &["get"]),
         rule("", &["serviceaccounts/token"], &["create"]),
+        // With --node-signer.
+        rule("", &["secrets"], &["create", "update"]),
+        rule("certificates.k8s.io", &["podcertificaterequests"], &["get", "list", "watch"]),
+        rule("certificates.k8s.io", &["podcertificaterequests/status"], &["patch"]),
+        rule("certificates.k8s.io", &["signers"], &["sign"]),
     ];
     sidecar_rules().into_iter().chain(own).collect()
 }
@@ -93,6 +98,15 @@ fn front_rules() -> Vec<PolicyRule> {
 impl<'a> Rig<'a> {
     /// `driver_flags` are for both drivers.
     pub fn new(cluster: &'a Cluster, driver_flags: &[&str]) -> Self {
+        Self::with(cluster, driver_flags, None)
+    }
+
+    /// The front signs the nodes' certificates, as this signer. At first they have others.
+    pub fn signing(cluster: &'a Cluster, signer: &str) -> Self {
+        Self::with(cluster, &[], Some(signer))
+    }
+
+    fn with(cluster: &'a Cluster, driver_flags: &[&str], signer: Option<&str>) -> Self {
         let address = LocalAddress::new();
         let driver_name = format!("{}.csi.local", cluster.unique("many"));
         let namespace = cluster.namespace("apps");
@@ -131,13 +145,19 @@ impl<'a> Rig<'a> {
             &service,
             "--driver-name",
             &driver_name,
-            "--node-ca",
-            path(&ca),
             "--front-account",
             &front_name,
             "--audience",
             AUDIENCE,
+            "--namespace",
+            &namespace,
         ];
+        let node_name = full_name(&node_account);
+        let trust = match signer {
+            Some(signer) => vec!["--node-signer", signer, "--node-account", &node_name],
+            None => vec!["--node-ca", path(&ca)],
+        };
+        let flags = [&flags[..], &trust].concat();
         let kubeconfig = cluster.kubeconfig_of(&front_account);
         let nowhere = directory.join("no.sock");
         let mut front = spawn(cluster, &nowhere, &kubeconfig, &certificate, &flags);

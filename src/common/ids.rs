@@ -1,11 +1,13 @@
-//! Ids of volumes, snapshots and groups: `<prefix>-<slug>-<nonce>`. The readable slug shows the
-//! name. The nonce makes an id unique forever, so a reused name does not inherit old change
-//! records. The backend makes ids; commands and the sidecar recognize them.
+//! Ids of volumes, snapshots and groups: `<prefix>-<slug>-<pool><nonce>`. The readable slug shows the
+//! name. The pool's digits tell the pools of many nodes apart. The nonce makes an id unique forever,
+//! so a reused name does not inherit old change records. The backend makes ids; commands and the
+//! sidecar recognize them.
 
 use sha2::{Digest, Sha256};
 
-/// Hexadecimal digits in a nonce (64 random bits).
-pub const NONCE_DIGITS: usize = 16;
+/// Hexadecimal digits of a pool (24 random bits), and of a nonce (40 random bits).
+pub const POOL_DIGITS: usize = 6;
+pub const NONCE_DIGITS: usize = 10;
 
 /// Maximum length of a name that is used as a slug unchanged, in bytes.
 const SLUG_BYTES: usize = 64;
@@ -30,12 +32,22 @@ pub fn slug(name: &str) -> String {
 
 /// The slug in an id. `None` if this driver did not generate the id.
 pub fn name_of(id: &str) -> Option<&str> {
-    let (head, nonce) = id.rsplit_once('-')?;
+    parts(id).map(|(slug, _)| slug)
+}
+
+/// The digits of the pool in an id. `None` if this driver did not generate the id.
+pub fn pool_of(id: &str) -> Option<&str> {
+    parts(id).and_then(|(_, digits)| digits.get(..POOL_DIGITS))
+}
+
+/// The slug, and the digits of pool and nonce.
+fn parts(id: &str) -> Option<(&str, &str)> {
+    let (head, digits) = id.rsplit_once('-')?;
     let (prefix, slug) = head.split_once('-')?;
     let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     let known = [VOLUME_PREFIX, SNAPSHOT_PREFIX, GROUP_PREFIX, INLINE_PREFIX].contains(&prefix);
-    let whole = nonce.len() == NONCE_DIGITS && nonce.bytes().all(hex);
-    (known && whole && !slug.is_empty()).then_some(slug)
+    let whole = digits.len() == POOL_DIGITS + NONCE_DIGITS && digits.bytes().all(hex);
+    (known && whole && !slug.is_empty()).then_some((slug, digits))
 }
 
 #[cfg(test)]
@@ -47,7 +59,7 @@ mod tests {
         for id in
             ["", "vol", "vol-", "vol--0123456789abcdef", "vol-a-0123", "disk-a-0123456789abcdef"]
         {
-            assert_eq!(name_of(id), None, "{id}");
+            assert_eq!((name_of(id), pool_of(id)), (None, None), "{id}");
         }
     }
 }

@@ -109,6 +109,12 @@ pub struct Args {
     #[arg(long)]
     pub enable_snapshot_deltas: bool,
 
+    /// One driver of many with the same name, each with its own pool and its own controllers:
+    /// volumes grow on the node, there are no group snapshots, and a clone of another pool's volume
+    /// or snapshot is RESOURCE_EXHAUSTED, so that another node is selected
+    #[arg(long)]
+    pub node_local: bool,
+
     /// Socket of a freeze guard (--mode freeze-guard), which thaws filesystems if the driver is
     /// killed [default: start a guard as a child process, which a container kill also kills]
     #[arg(long, value_name = "SOCKET")]

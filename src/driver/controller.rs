@@ -177,7 +177,10 @@ fn capabilities(
     let capability = |rpc: rpc::Type| csi::ControllerServiceCapability {
         r#type: Some(Type::Rpc(Rpc { r#type: rpc.into() })),
     };
-    let capabilities = CAPABILITIES.into_iter().chain(deltas).map(capability).collect();
+    // A controller of one node cannot choose the driver that has the volume: kubelet does.
+    let is_served = |rpc: &rpc::Type| !(plugin.node_local && *rpc == rpc::Type::ExpandVolume);
+    let served = CAPABILITIES.into_iter().filter(is_served).chain(deltas);
+    let capabilities = served.map(capability).collect();
     Ok(csi::ControllerGetCapabilitiesResponse { capabilities })
 }
 
@@ -186,11 +189,26 @@ fn create_volume(
     req: csi::CreateVolumeRequest,
 ) -> Answer<csi::CreateVolumeResponse> {
     let args = create_volume_args(&plugin.topology, &req)?;
+    if let Some(source) = &args.request.source {
+        check_pool(plugin, source)?;
+    }
     if let Some(Source::Snapshot(id)) = &args.request.source {
         plugin.faults.check_ready(&plugin.backend, [id.as_str()])?;
     }
     let created = plugin.backend.create_volume(&args)?;
     Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&created, &plugin.topology)) })
+}
+
+/// A source in another node's pool: with this code csi-provisioner has another node selected.
+fn check_pool(plugin: &Plugin, source: &Source) -> storage::Result<()> {
+    let (Source::Snapshot(id) | Source::Volume(id)) = source;
+    if plugin.node_local && plugin.backend.is_of_another_pool(id)? {
+        return Err(Error::Exhausted(format!(
+            "volume_content_source: {id} is in the pool of another node than {}; select the node that has it",
+            plugin.topology.node_id()
+        )));
+    }
+    Ok(())
 }
 
 pub fn create_volume_args(

@@ -63,13 +63,17 @@ fn manifest(plugin: &Plugin) -> HashMap<String, String> {
 }
 
 fn plugin_capabilities(
-    _: &Plugin,
+    plugin: &Plugin,
     _: GetPluginCapabilitiesRequest,
 ) -> Answer<GetPluginCapabilitiesResponse> {
-    let services = SERVICES.map(|service| Type::Service(Service { r#type: service.into() }));
+    // The controllers of many nodes cannot share a group.
+    let is_served = |service: &service::Type| {
+        !(plugin.node_local && *service == service::Type::GroupControllerService)
+    };
+    let services = SERVICES.into_iter().filter(is_served);
+    let services = services.map(|service| Type::Service(Service { r#type: service.into() }));
     let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
     let capabilities = services
-        .into_iter()
         .chain([Type::VolumeExpansion(online)])
         .map(|capability| PluginCapability { r#type: Some(capability) })
         .collect();

@@ -79,6 +79,8 @@ pub struct Plugin {
     style: Style,
     /// Whether ListSnapshotDeltas is served.
     snapshot_deltas: bool,
+    /// Whether other nodes have drivers of the same name (`--node-local`).
+    node_local: bool,
     /// Whether new inline volumes are created (`--inline`). Existing ones are always served.
     new_inline_volumes: bool,
     deferrals: deferral::Deferrals,

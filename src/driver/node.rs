@@ -240,14 +240,16 @@ fn expand(
     }
     inline::refuse_expansion(plugin, id)?;
     let capacity = plugin.backend.volume(id)?.capacity_bytes;
-    if range.required > capacity {
+    check_deferred(plugin, req.defer_fs_ops, id, &path)?;
+    if range.required > capacity && plugin.node_local {
+        plugin.backend.expand_volume(id, range.required, range.limit)?;
+    } else if range.required > capacity {
         return Err(Error::OutOfRange(format!(
             "capacity_range.required_bytes: the volume has {capacity} bytes; expand it with \
              ControllerExpandVolume first"
         ))
         .into());
     }
-    check_deferred(plugin, req.defer_fs_ops, id, &path)?;
     let capacity = plugin.backend.expand_on_node(id, &path)?;
     Ok(csi::NodeExpandVolumeResponse { capacity_bytes: response::bytes(capacity) })
 }

@@ -3,12 +3,21 @@
 use super::error::{Error, Result};
 pub use common::ids::*;
 
-/// A new id for `name`.
-pub fn new_id(prefix: &str, name: &str) -> Result<String> {
-    let mut nonce = [0u8; NONCE_DIGITS / 2];
-    getrandom::fill(&mut nonce)
+/// A new id for `name` in the pool with these digits.
+pub fn new_id(pool: &str, prefix: &str, name: &str) -> Result<String> {
+    Ok(format!("{prefix}-{}-{pool}{}", slug(name), random_digits::<{ NONCE_DIGITS / 2 }>()?))
+}
+
+/// The digits of a new pool.
+pub fn new_pool() -> Result<String> {
+    random_digits::<{ POOL_DIGITS / 2 }>()
+}
+
+fn random_digits<const BYTES: usize>() -> Result<String> {
+    let mut random = [0u8; BYTES];
+    getrandom::fill(&mut random)
         .map_err(|e| Error::Failed(format!("failed to get random bytes for a new id: {e}")))?;
-    Ok(format!("{prefix}-{}-{:016x}", slug(name), u64::from_be_bytes(nonce)))
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 #[cfg(test)]
@@ -17,15 +26,15 @@ mod tests {
 
     #[test]
     fn a_safe_name_is_readable_in_its_id() {
-        let id = new_id(SNAPSHOT_PREFIX, "before-upgrade.1").unwrap();
-        assert!(id.starts_with("snap-before-upgrade.1-"));
-        assert_eq!(name_of(&id), Some("before-upgrade.1"));
+        let id = new_id("0a1b2c", SNAPSHOT_PREFIX, "before-upgrade.1").unwrap();
+        assert!(id.starts_with("snap-before-upgrade.1-0a1b2c"));
+        assert_eq!((name_of(&id), pool_of(&id)), (Some("before-upgrade.1"), Some("0a1b2c")));
     }
 
     #[test]
     fn an_unsafe_name_never_becomes_part_of_a_path() {
         for name in ["../../etc/passwd", "a/b", "", "name with spaces", &"n".repeat(128), "ä"] {
-            let id = new_id(VOLUME_PREFIX, name).unwrap();
+            let id = new_id(&new_pool().unwrap(), VOLUME_PREFIX, name).unwrap();
             assert!(id.len() < 64 && !id.contains('/') && !id.contains(".."), "{id}");
             assert_eq!(name_of(&id), Some(slug(name).as_str()));
         }
@@ -33,6 +42,7 @@ mod tests {
 
     #[test]
     fn a_name_used_again_gets_another_id() {
-        assert_ne!(new_id(VOLUME_PREFIX, "a").unwrap(), new_id(VOLUME_PREFIX, "a").unwrap());
+        let id = || new_id("0a1b2c", VOLUME_PREFIX, "a").unwrap();
+        assert_ne!(id(), id());
     }
 }

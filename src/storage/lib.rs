@@ -362,6 +362,12 @@ impl Backend {
         self.on_pool(volume::room)
     }
 
+    /// Whether this is an id of another pool.
+    pub fn is_of_another_pool(&self, id: &str) -> Result<bool> {
+        let Some(pool) = ids::pool_of(id) else { return Ok(false) };
+        Ok(self.store.catalog.pool()? != pool)
+    }
+
     /// Takes a snapshot (CSI CreateSnapshot). The snapshot and its change record are durable when
     /// this returns. Idempotent by name.
     pub fn create_snapshot(&self, name: &str, volume_id: &str) -> Result<Snapshot> {

@@ -49,7 +49,7 @@ pub fn create(store: &Store, name: &str, volume_id: &str) -> Result<Snapshot> {
     let volume = reading.live_volume(volume_id)?;
     drop(reading);
     writeback::check(store, &volume)?;
-    let row = new_row(&volume, name, None)?;
+    let row = new_row(&store.catalog.pool()?, &volume, name, None)?;
     let snapshots = take_snapshot::take(store, vec![(volume, row)], None)?;
     snapshots.into_iter().next().ok_or_else(|| Error::Failed("no snapshot was taken".to_owned()))
 }
@@ -82,9 +82,14 @@ fn or_exists(existing: Snapshot, name: &str, volume_id: &str) -> Result<Snapshot
 }
 
 /// The row of a new snapshot.
-pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Snapshot> {
+pub fn new_row(
+    pool: &str,
+    volume: &Volume,
+    name: &str,
+    group_id: Option<&str>,
+) -> Result<Snapshot> {
     Ok(Snapshot {
-        id: ids::new_id(SNAPSHOT_PREFIX, name)?,
+        id: ids::new_id(pool, SNAPSHOT_PREFIX, name)?,
         name: name.to_owned(),
         volume_id: volume.id.clone(),
         phase: SnapshotPhase::Taking,

@@ -28,6 +28,7 @@ mod many_pools;
 mod metadata;
 mod metadata_socket;
 mod node;
+mod node_local;
 mod node_proxy_forwarding;
 mod pool_admin;
 mod process;

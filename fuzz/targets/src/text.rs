@@ -107,7 +107,7 @@ fn names(name: &str) {
     let slug = ids::slug(name);
     let safe = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     assert!((1..=64).contains(&slug.len()) && slug.bytes().all(safe), "{slug}");
-    let id = ids::new_id(ids::SNAPSHOT_PREFIX, name).unwrap();
+    let id = ids::new_id("0a1b2c", ids::SNAPSHOT_PREFIX, name).unwrap();
     assert_eq!(ids::name_of(&id), Some(slug.as_str()));
     // The id becomes a file name.
     assert!(id.len() <= 128 && !id.contains('/') && id != "." && id != "..");

@@ -22,6 +22,7 @@ use tracing::warn;
 use super::direct::DirectFile;
 use super::error::{Context, Error, Kind, Result};
 use super::fail_point::reach;
+use super::ids;
 use super::model::{Attachment, Group, Inline, Volume};
 use super::pool::sync_directory;
 use file::{CatalogFile, Mode};
@@ -36,8 +37,9 @@ const NAMES: TableDefinition<&str, &str> = TableDefinition::new("names");
 const META: TableDefinition<&str, &str> = TableDefinition::new("meta");
 const FORMAT_VERSION: &str = "2";
 
-/// Key of `META`: the format version.
+/// Keys of `META`: the format version, and the digits of the pool in ids.
 const VERSION: &str = "version";
+const POOL: &str = "pool";
 
 /// Size of the page cache of the catalog, in bytes.
 const CACHE_BYTES: usize = 4 << 20;
@@ -214,6 +216,7 @@ impl Catalog {
     /// Creates the tables of a new catalog, and rejects one of another format version.
     fn prepare(&self, is_blank: bool) -> Result<()> {
         if is_blank {
+            let pool = ids::new_pool()?;
             return self.write(|tx| {
                 tx.inner.open_table(Volume::TABLE).map_err(failed)?;
                 tx.inner.open_table(Group::TABLE).map_err(failed)?;
@@ -223,10 +226,28 @@ impl Catalog {
                 snapshots::make_tables(&tx.inner)?;
                 let mut meta = tx.inner.open_table(META).map_err(failed)?;
                 meta.insert(VERSION, FORMAT_VERSION).map_err(failed)?;
+                meta.insert(POOL, pool.as_str()).map_err(failed)?;
                 Ok(())
             });
         }
         self.read()?.check_version()
+    }
+
+    /// The digits of the pool in new ids. A catalog from before they existed receives them.
+    pub fn pool(&self) -> Result<String> {
+        if let Some(pool) = self.read()?.pool()? {
+            return Ok(pool);
+        }
+        let new = ids::new_pool()?;
+        self.write(|tx| {
+            let mut meta = tx.inner.open_table(META).map_err(failed)?;
+            // Another call may have been faster.
+            if let Some(pool) = meta.get(POOL).map_err(failed)? {
+                return Ok(pool.value().to_owned());
+            }
+            meta.insert(POOL, new.as_str()).map_err(failed)?;
+            Ok(new)
+        })
     }
 
     /// A consistent view of all rows.
@@ -293,6 +314,13 @@ impl ReadTx {
                 other.unwrap_or("none")
             ))),
         }
+    }
+
+    /// The digits of the pool in new ids.
+    pub fn pool(&self) -> Result<Option<String>> {
+        let meta = self.0.open_table(META).map_err(failed)?;
+        let pool = meta.get(POOL).map_err(failed)?;
+        Ok(pool.map(|pool| pool.value().to_owned()))
     }
 
     pub fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {

@@ -130,7 +130,7 @@ impl Pool {
     /// The row that is written first when a snapshot is taken.
     fn put_unfinished(&self, name: &str, volume: &Volume, group: Option<&str>) -> Snapshot {
         let volume = self.backend().volume(&volume.id).unwrap();
-        let row = snapshot::new_row(&volume, name, group).unwrap();
+        let row = snapshot::new_row("0a1b2c", &volume, name, group).unwrap();
         self.store()
             .catalog
             .write(|tx| {
@@ -220,7 +220,7 @@ fn for_each_pool(test: &str, run: impl Fn(&mut Pool)) {
 }
 
 fn put_group(pool: &Pool, name: &str, volumes: &[Volume]) -> (Group, Vec<Snapshot>) {
-    let id = super::super::ids::new_id("group", name).unwrap();
+    let id = super::super::ids::new_id("0a1b2c", "group", name).unwrap();
     let members: Vec<Snapshot> = volumes
         .iter()
         .enumerate()

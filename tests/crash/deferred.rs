@@ -287,7 +287,7 @@ impl Scenario for Deferred {
             }
             Call::Reboot => {
                 let devices = loops_named(&self.id);
-                on.restart(|| devices.iter().for_each(|one| run("losetup", &["-d", one])))
+                on.restart(|| devices.iter().for_each(|one| detach_loop(one)))
             }
             Call::Leftovers => {
                 let pod = on.driver.scratch().join("pods").join(on.name("inline", self.round));

@@ -99,10 +99,8 @@ impl OnPod {
             run("umount", &[target]);
         }
         for device in self.devices().iter().flat_map(|name| loops_named(name)) {
-            run("losetup", &["-d", &device]);
+            detach_loop(&device);
         }
-        let gone = || self.devices().is_empty();
-        wait_for("the devices are detached", gone);
     }
 
     fn release(&self, on: &Scene) {

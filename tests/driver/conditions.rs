@@ -154,8 +154,7 @@ fn a_detached_loop_device_makes_its_volume_abnormal() {
         let volume = driver.volume("v", MIB, block());
         driver.stage(&volume, &block());
         assert!(!condition(driver, &volume).abnormal);
-        loops_named(&volume).iter().for_each(|device| run("losetup", &["-d", device]));
-        wait_for("the device is gone", || loops_named(&volume).is_empty());
+        loops_named(&volume).iter().for_each(|device| detach_loop(device));
         let found = condition(driver, &volume);
         assert!(found.abnormal && found.message.contains("stage it again"), "{found:?}");
         driver.stage(&volume, &block());

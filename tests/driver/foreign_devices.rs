@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 
 use csi_loopback::backend::PoolKind;
 use tonic::Code;
@@ -41,7 +42,11 @@ impl Foreign {
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["-d", &self.device]).status();
+        if thread::panicking() {
+            let _ = Command::new("losetup").args(["-d", &self.device]).status();
+        } else {
+            detach_loop(&self.device);
+        }
     }
 }
 

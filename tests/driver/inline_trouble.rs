@@ -46,8 +46,7 @@ fn is_attached(device: &str) -> bool {
 fn reboot(volume: &PodVolume) {
     let device = device_at(&volume.target);
     run("umount", &[path(&volume.target)]);
-    run("losetup", &["-d", &device]);
-    wait_for("the device is gone", || !is_attached(&device));
+    detach_loop(&device);
 }
 
 fn pods(driver: &Driver) -> PathBuf {

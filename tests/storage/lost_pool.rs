@@ -9,7 +9,7 @@ use csi_loopback::backend::{
     Backend, CreateVolume, Error, FsType, PoolKind, Source, VolumeRequest, check,
 };
 use support::full::Small;
-use support::kernel::{loops_named, mounts_at, shut_down_pool, wait_for};
+use support::kernel::{detach_loop, loops_named, mounts_at, shut_down_pool, wait_for};
 use support::*;
 
 #[track_caller]
@@ -130,7 +130,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     assert!(message.contains(&kept.id) && message.contains(&device), "{message}");
     assert!(!message.contains(&volume.id) && !message.contains(&raw_volume.id), "{message}");
     run("umount", &[path(&kept_at.target)]);
-    run("losetup", &["-d", &device]);
+    detach_loop(&device);
     remount(&pool);
     wait_for("the pool opens", || pool.try_start().is_ok());
 

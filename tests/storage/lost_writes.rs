@@ -11,7 +11,7 @@ use csi_loopback::backend::{
     VolumeRequest,
 };
 use support::full::*;
-use support::kernel::loops_named;
+use support::kernel::{detach_loop, loops_named};
 use support::*;
 
 /// A full pool, with a volume in use that has a snapshot.
@@ -222,7 +222,7 @@ fn a_raw_volume_with_lost_writes_gets_no_snapshot() {
     full.pool.stop();
     run("umount", &[path(&full.attached.target)]);
     let devices = loops_named(&full.volume.id);
-    devices.iter().for_each(|device| run("losetup", &["-d", device]));
+    devices.iter().for_each(|device| detach_loop(device));
     full.pool.start();
     full.assert_refused("after a reboot");
     full.stage_again();

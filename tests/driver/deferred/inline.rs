@@ -134,7 +134,7 @@ fn a_deferred_inline_volume_is_published_again_after_a_reboot() {
         let id = rig.backend().inline(HANDLE).unwrap().unwrap().id;
         rig.pool.stop();
         for device in support::kernel::loops_named(&id) {
-            support::run("losetup", &["-d", &device]);
+            support::kernel::detach_loop(&device);
         }
         rig.runtime.state().entries.clear();
         rig.pool.start();

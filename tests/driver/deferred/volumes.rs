@@ -238,7 +238,7 @@ fn a_deferred_volume_can_be_published_again_after_a_reboot() {
         let (volume, target) = rig.deferred_volume("v", FsType::Ext4);
         rig.pool.stop();
         for device in support::kernel::loops_named(&volume.id) {
-            support::run("losetup", &["-d", &device]);
+            support::kernel::detach_loop(&device);
         }
         rig.pool.start();
         // The device in the entry may belong to another volume.

@@ -172,7 +172,7 @@ fn unpublish_of_a_missing_or_partial_volume_succeeds() {
             let id = internal_id(target);
             run("umount", &[path(target)]);
             for device in loops_named(&id) {
-                run("losetup", &["-d", &device]);
+                detach_loop(&device);
             }
             assert!(driver.backing_file(&id).exists());
         }),

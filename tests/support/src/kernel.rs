@@ -58,6 +58,19 @@ pub fn loops_named(name: &str) -> Vec<String> {
     if name.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
 }
 
+/// Detaches an unused loop device as an administrator does. Waits until it has let its file go:
+/// while any program has the device open, and one that lists devices has for a moment, the kernel
+/// puts the detach off.
+#[track_caller]
+pub fn detach_loop(device: &str) {
+    let number = device.trim_start_matches("/dev/");
+    let file = || fs::read_to_string(format!("/sys/block/{number}/loop/backing_file")).ok();
+    let attached = file();
+    run("losetup", &["-d", device]);
+    // Another test can have attached it since.
+    wait_for("the device is detached", || file().is_none_or(|file| Some(file) != attached));
+}
+
 /// Keeps a filesystem frozen until it is dropped, so that writers wait.
 pub struct Freeze(PathBuf);
 

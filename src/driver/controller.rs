@@ -177,8 +177,10 @@ fn capabilities(
     let capability = |rpc: rpc::Type| csi::ControllerServiceCapability {
         r#type: Some(Type::Rpc(Rpc { r#type: rpc.into() })),
     };
-    // A controller of one node cannot choose the driver that has the volume: kubelet does.
-    let is_served = |rpc: &rpc::Type| !(plugin.node_local && *rpc == rpc::Type::ExpandVolume);
+    // csi-resizer, the only client of both, does not know which node has the volume.
+    let is_served = |rpc: &rpc::Type| {
+        !(plugin.node_local && [rpc::Type::ExpandVolume, rpc::Type::ModifyVolume].contains(rpc))
+    };
     let served = CAPABILITIES.into_iter().filter(is_served).chain(deltas);
     let capabilities = served.map(capability).collect();
     Ok(csi::ControllerGetCapabilitiesResponse { capabilities })

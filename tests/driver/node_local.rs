@@ -17,10 +17,13 @@ fn node_local() -> Driver {
 fn a_node_local_driver_advertises_what_its_controllers_can_do() {
     let capabilities = |driver: &Driver| {
         let all = driver.ok(csi::ControllerGetCapabilitiesRequest {}).capabilities;
-        let expands = all.iter().any(|one| match &one.r#type {
-            Some(Capability::Rpc(found)) => found.r#type() == rpc::Type::ExpandVolume,
-            None => false,
-        });
+        let has = |wanted: rpc::Type| {
+            all.iter().any(|one| match &one.r#type {
+                Some(Capability::Rpc(found)) => found.r#type() == wanted,
+                None => false,
+            })
+        };
+        let controller = [rpc::Type::ExpandVolume, rpc::Type::ModifyVolume].map(has);
         let all = driver.ok(csi::GetPluginCapabilitiesRequest {}).capabilities;
         let has_groups = all.iter().any(|one| match &one.r#type {
             Some(PluginCapability::Service(found)) => {
@@ -28,10 +31,10 @@ fn a_node_local_driver_advertises_what_its_controllers_can_do() {
             }
             _ => false,
         });
-        (expands, has_groups)
+        [controller[0], controller[1], has_groups]
     };
-    with_driver(|driver| assert_eq!(capabilities(driver), (true, true)));
-    assert_eq!(capabilities(&node_local()), (false, false));
+    with_driver(|driver| assert_eq!(capabilities(driver), [true; 3]));
+    assert_eq!(capabilities(&node_local()), [false; 3]);
 }
 
 #[test]

@@ -58,6 +58,8 @@ pub enum Data<'d> {
         name: &'d str,
         bytes: u64,
         class: Option<&'d str>,
+        /// The only node where such a claim can exist.
+        node: Option<&'d str>,
     },
     /// An existing claim.
     Claim(&'d str),
@@ -155,6 +157,9 @@ pub fn job(
         },
     });
     template.apply(&mut pod);
+    if let Data::Snapshot { node: Some(node), .. } = work.data {
+        require_node(&mut pod["spec"], node);
+    }
     let job = json!({
         "metadata": {"name": name, "labels": labels},
         "spec": {
@@ -216,7 +221,7 @@ impl Volumes {
         let source = match data {
             Data::None => return,
             Data::Claim(claim) => json!({"persistentVolumeClaim": {"claimName": claim}}),
-            Data::Snapshot { name, bytes, class } => {
+            Data::Snapshot { name, bytes, class, .. } => {
                 let group = kubernetes::snapshot::GROUP;
                 let spec = json!({
                     "accessModes": ["ReadWriteOnce"],
@@ -235,6 +240,24 @@ impl Volumes {
     fn add(&mut self, name: &str, mut source: Value) {
         source["name"] = json!(name);
         self.volumes.push(source);
+    }
+}
+
+/// Adds the node to each of the alternative terms of the pod's affinity, or as the only one. Not
+/// `nodeName`: only the scheduler selects a node for claims.
+fn require_node(spec: &mut Value, node: &str) {
+    let required =
+        &mut spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"];
+    let terms = &mut required["nodeSelectorTerms"];
+    if !terms.is_array() {
+        *terms = json!([{}]);
+    }
+    let field = json!({"key": "metadata.name", "operator": "In", "values": [node]});
+    for term in terms.as_array_mut().into_iter().flatten() {
+        match term["matchFields"].as_array_mut() {
+            Some(fields) => fields.push(field.clone()),
+            None => term["matchFields"] = json!([field]),
+        }
     }
 }
 
@@ -280,7 +303,7 @@ mod tests {
 
     #[test]
     fn the_pod_has_the_snapshot_as_a_device_and_a_token() {
-        let data = Data::Snapshot { name: "s", bytes: 4096, class: Some("fast") };
+        let data = Data::Snapshot { name: "s", bytes: 4096, class: Some("fast"), node: None };
         let job = made(&[], "claim:backups/a", &work(data, Some("driver")));
         let pod = &job["spec"]["template"]["spec"];
         let container = &pod["containers"][0];
@@ -297,6 +320,34 @@ mod tests {
         );
         let token = &pod["volumes"][1]["projected"]["sources"][0]["serviceAccountToken"];
         assert_eq!(token["audience"], "driver");
+    }
+
+    #[test]
+    fn the_pod_runs_on_the_node_of_the_snapshot() {
+        let of = |node: Option<&'static str>| {
+            let data = Data::Snapshot { name: "s", bytes: 4096, class: None, node };
+            let mut job = made(&[], "claim:backups/a", &work(data, None));
+            job["spec"]["template"]["spec"]["affinity"].take()
+        };
+        let field = json!({"key": "metadata.name", "operator": "In", "values": ["node-1"]});
+        let required = |terms: Value| {
+            let terms = json!({ "nodeSelectorTerms": terms });
+            json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}})
+        };
+        assert_eq!(of(None), Value::Null);
+        assert_eq!(of(Some("node-1")), required(json!([{"matchFields": [field]}])));
+        // A template's terms are alternatives: each needs the node.
+        let zone = json!({"matchExpressions": [{"key": "zone", "operator": "Exists"}]});
+        let mut spec = json!({"affinity": required(json!([zone.clone(), zone]))});
+        require_node(&mut spec, "node-1");
+        let terms = &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+            ["nodeSelectorTerms"];
+        for term in terms.as_array().unwrap() {
+            assert_eq!(
+                (&term["matchFields"], term["matchExpressions"].is_array()),
+                (&json!([field]), true)
+            );
+        }
     }
 
     #[test]

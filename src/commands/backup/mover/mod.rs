@@ -171,7 +171,8 @@ impl<'m> Mover<'m> {
             args.push(format!("--set={}", serde_json::to_string(set)?));
         }
         args.extend_from_slice(flags);
-        let data = Data::Snapshot { name: &found.name, bytes, class: Some(&class) };
+        let (name, node) = (&found.name, found.node.as_deref());
+        let data = Data::Snapshot { name, bytes, class: Some(&class), node };
         let content = found.is_bound_to_filesystem.then_some(found.content.as_str());
         self.run(Work { data, content, audience: Some(&audience), ..self.work(args) }).await
     }

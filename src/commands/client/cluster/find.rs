@@ -51,6 +51,8 @@ pub struct Snapshot {
     pub bytes: Option<u64>,
     /// Name of its VolumeSnapshotContent.
     pub content: String,
+    /// The node that holds it, if each node's controllers have their own.
+    pub node: Option<String>,
     /// Whether its volume has a filesystem, so that a claim in block mode from it is refused while
     /// the content lacks [`ALLOW_MODE_CHANGE`].
     pub is_bound_to_filesystem: bool,
@@ -174,6 +176,7 @@ impl Finder {
         let mode = content.spec.source_volume_mode.as_deref();
         Ok(Snapshot {
             name: snapshot.to_owned(),
+            node: content.node().map(str::to_owned),
             handle,
             change_id: found.change_id().map(str::to_owned),
             driver: content.spec.driver,

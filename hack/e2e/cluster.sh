@@ -37,6 +37,11 @@ on_node() {
     nsenter --target "$pid" --net --mount --pid -- "$@"
 }
 
+# on_worker NUMBER COMMAND...: runs a command as a process of another node.
+on_worker() {
+    nsenter --target "$(<"$e2e/nodes/$1/pid")" --net --mount --pid -- "${@:2}"
+}
+
 kubectl() {
     in_network "$e2e/tools/kubectl" --kubeconfig "$e2e/kubeconfig" --cache-dir "$e2e/cache" "$@"
 }
@@ -155,6 +160,55 @@ start_node() {
     disown "$parent"
 }
 
+# start_worker NUMBER: another node, from 2, with the images of the first.
+start_worker() {
+    local home=$e2e/nodes/$1 parent deadline images
+    mkdir -p "$home/log" "$home/images"
+    mapfile -t images < <(on_node ctr --namespace k8s.io images ls -q | grep -v '^sha256:')
+    on_node ctr --namespace k8s.io images export "$home/images/all.tar" "${images[@]}"
+    setsid unshare --pid --fork --kill-child --mount --net --mount-proc bash "$repo/hack/e2e/node.sh" "$e2e" "$1" \
+        >>"$home/log/node.log" 2>&1 </dev/null &
+    parent=$!
+    deadline=$((SECONDS + patience))
+    until [[ -s $home/pid ]]; do
+        first_child "$parent" >"$home/pid"
+        ((SECONDS < deadline)) || die "node $1 does not start; see $home/log"
+        sleep 0.1
+    done
+    link_node "$1"
+    until [[ -e $home/ready ]]; do
+        kill -0 "$parent" 2>/dev/null || { tail -n 30 "$home/log/node.log" >&2 && die "node $1 has ended; see $home/log"; }
+        ((SECONDS < deadline)) || die "node $1 is not ready after $patience s; see $home/log"
+        sleep 0.2
+    done
+    disown "$parent"
+}
+
+# link_node NUMBER: a link between the first machine, which routes, and another one.
+link_node() {
+    ip link add "node-$1" netns "$(first_process)" type veth peer name node0 netns "$(<"$e2e/nodes/$1/pid")"
+    connect_node "$1"
+}
+
+# connect_node NUMBER: connects a node, at first or after disconnect_node.
+connect_node() {
+    in_network ip link set "node-$1" up
+    in_network ip route replace "192.0.2.$1/32" dev "node-$1" src 192.0.2.1
+    in_network ip route replace "10.244.$(($1 - 1)).0/24" via "192.0.2.$1" dev "node-$1" onlink src 192.0.2.1
+}
+
+# disconnect_node NUMBER: nothing reaches the node, and it reaches nothing.
+disconnect_node() { in_network ip link set "node-$1" down; }
+
+# end_worker NUMBER: kills all processes of another node, as a machine that burns down, and detaches its loop devices.
+end_worker() {
+    local pid
+    pid=$(<"$e2e/nodes/$1/pid")
+    kill -KILL "$pid" 2>/dev/null || true
+    while [[ -e /proc/$pid/ns/net ]]; do sleep 0.1; done
+    rm -f "$e2e/nodes/$1"/{pid,ready}
+}
+
 # first_child PID: the child of a process.
 first_child() {
     awk -v parent="$1" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
@@ -178,7 +232,10 @@ cluster_up() {
 
 # end_node: kills all processes of the namespaces, detaches loop devices, and removes cgroups.
 end_node() {
-    local pid at device
+    local pid at device worker
+    for worker in "$e2e"/nodes/*/pid; do
+        [[ ! -e $worker ]] || end_worker "$(basename "$(dirname "$worker")")"
+    done
     if pid=$(first_process); then
         # With the first process all others end, and the mounts with the last of them.
         kill -KILL "$pid" 2>/dev/null || true
@@ -203,7 +260,7 @@ our_loops() {
     [[ -d $e2e/machine ]] || return 0
     {
         stat --format 'filesystem %Hd:%Ld' "$e2e/machine"
-        find "$e2e/machine/var/lib" -maxdepth 3 -name '*.img' -type f -printf 'file %i\n' 2>/dev/null
+        find "$e2e"/{,nodes/*/}machine/var/lib -maxdepth 3 -name '*.img' -type f -printf 'file %i\n' 2>/dev/null
         stat --format 'device %Hd:%Ld %i %n' /dev/loop[0-9]*
         losetup --list --noheadings --raw --output NAME,MAJ:MIN,BACK-MAJ:MIN,BACK-INO | sed 's/\\x20//g'
     } | awk '
@@ -224,7 +281,7 @@ our_loops() {
 cluster_down() {
     [[ -d $e2e ]] || return 0
     end_node
-    chattr -R -f -i "$e2e/machine" 2>/dev/null || true
+    chattr -R -f -i "$e2e/machine" "$e2e/nodes" 2>/dev/null || true
     rm -rf --one-file-system "$e2e"
     say "no process, mount, loop device, cgroup or file of the cluster remains"
 }

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# hack/e2e/node.sh DIR: the machine of the cluster of hack/e2e.sh, control plane and node in one. hack/e2e.sh starts it as the
-# first process of new PID, mount and network namespaces, which end with it and with which all that runs in them ends.
+# hack/e2e/node.sh DIR [NUMBER]: a machine of the cluster of hack/e2e.sh: the first one is control plane and node in one, "node";
+# with NUMBER, from 2, it is another node, "node-NUMBER". hack/e2e.sh starts it as the first process of new PID, mount and network
+# namespaces, which end with it and with which all that runs in them ends.
 #
 # The namespaces have a /var/lib, /etc and /usr/local that are kept in DIR, and a /run and /var/log in memory. The network has
-# no way out. Started again on the same DIR this is a node that rebooted.
+# no way out but to the other machines. Started again on the same DIR this is a node that rebooted.
 #
 # DIR holds
-#   ready       while the API server and the node answer
 #   kubeconfig  the administrator's, for use in the network namespace
 #   tools/      Kubernetes, etcd, CNI plugins, … (hack/lib.sh, kubernetes_tools and e2e_tools)
+# and, of another node in DIR/nodes/NUMBER,
+#   ready       while the API server and the node answer
 #   images/     archives, which containerd imports at the start
 #   restart/    a file with the name of a part kills this part, which is then started again; the file goes with that
 #   log/        a log for each part
@@ -22,14 +24,17 @@ source "$repo/hack/kubernetes.sh"
 
 umask 022
 base=$1
-dir=$base/log # where start and await write
+number=${2:-1}
+((number == 1)) && node_name=node home=$base || node_name=node-$number home=$base/nodes/$number
+dir=$home/log # where start and await write
 pki=$base/pki
 tools=$base/tools
-node_address=192.0.2.1
-cgroup=csi-loopback-e2e-$(cut -c1-8 <<<"$(sha256sum <<<"$base")")
+node_address=192.0.2.$number
+pod_addresses=10.244.$((number - 1)).0/24
+cgroup=csi-loopback-e2e-$(cut -c1-8 <<<"$(sha256sum <<<"$base")")-$number
 socket=unix:///run/containerd/containerd.sock
 
-kubectl() { "$tools/kubectl" --kubeconfig "$base/kubeconfig" --cache-dir "$base/cache" "$@"; }
+kubectl() { "$tools/kubectl" --kubeconfig "$home/kubeconfig" --cache-dir "$base/cache" "$@"; }
 
 # --- The machine ----------------------------------------------------------------------------------
 
@@ -37,11 +42,11 @@ cover() {
     local at
     hide_machine ""
     for at in etc usr/local; do
-        mkdir -p "$base/machine/$at/upper" "$base/machine/$at/work"
-        mount -t overlay -o "lowerdir=/$at,upperdir=$base/machine/$at/upper,workdir=$base/machine/$at/work" overlay "/$at"
+        mkdir -p "$home/machine/$at/upper" "$home/machine/$at/work"
+        mount -t overlay -o "lowerdir=/$at,upperdir=$home/machine/$at/upper,workdir=$home/machine/$at/work" overlay "/$at"
     done
-    mkdir -p "$base/machine/var/lib"
-    mount --bind "$base/machine/var/lib" /var/lib
+    mkdir -p "$home/machine/var/lib"
+    mount --bind "$home/machine/var/lib" /var/lib
     mkdir -p /var/lib/kubelet
     # Mounts of drivers in their containers must propagate to kubelet and the containers of pods.
     mount --bind /var/lib/kubelet /var/lib/kubelet
@@ -59,6 +64,17 @@ make_network() {
     echo 1 >/proc/sys/net/ipv4/ip_forward
 }
 
+# join_network: waits for the link to the first machine (hack/e2e/cluster.sh, link_node), which routes to all others.
+join_network() {
+    ip link set lo up
+    await network ip link show node0
+    ip link set node0 up
+    ip address add "$node_address/32" dev node0
+    ip route add 192.0.2.1 dev node0 src "$node_address"
+    ip route add default via 192.0.2.1 src "$node_address"
+    echo 1 >/proc/sys/net/ipv4/ip_forward
+}
+
 # --- The control plane ----------------------------------------------------------------------------
 
 make_pki() {
@@ -68,7 +84,15 @@ make_pki() {
         make_certificate scheduler ca /CN=system:kube-scheduler clientAuth &&
         make_certificate proxy ca /CN=system:kube-proxy clientAuth &&
         make_certificate node ca /O=system:nodes/CN=system:node:node clientAuth &&
-        make_certificate kubelet ca /CN=kubelet serverAuth "IP:$node_address"
+        make_certificate kubelet ca /CN=kubelet serverAuth "IP:192.0.2.1,IP:192.0.2.2,IP:192.0.2.3"
+}
+
+# make_worker_pki: the identity of another node, with the API server's address of the first.
+make_worker_pki() {
+    make_certificate "$node_name" ca "/O=system:nodes/CN=system:node:$node_name" clientAuth
+    write_kubeconfig "$base/$node_name.conf" https://192.0.2.1:6443 "$node_name"
+    write_kubeconfig "$home/proxy.conf" https://192.0.2.1:6443 proxy
+    write_kubeconfig "$home/kubeconfig" https://192.0.2.1:6443 admin
 }
 
 start_part_etcd() { start_etcd /run /var/lib/etcd; }
@@ -97,9 +121,9 @@ start_part_kube-proxy() {
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: nftables
-clientConnection: {kubeconfig: $base/proxy.conf}
-clusterCIDR: 10.244.0.0/24
-hostnameOverride: node
+clientConnection: {kubeconfig: $home/proxy.conf}
+clusterCIDR: 10.244.0.0/16
+hostnameOverride: $node_name
 bindAddress: $node_address
 metricsBindAddress: 127.0.0.1
 # These belong to the machine, not to the network namespace.
@@ -114,9 +138,9 @@ END
 start_part_containerd() {
     mkdir -p /run/cni
     # A separate link between the node and each pod, so that all traffic is routed and translated.
-    cat >/run/cni/e2e.conflist <<'END'
+    cat >/run/cni/e2e.conflist <<END
 {"cniVersion": "1.0.0", "name": "e2e", "plugins": [{"type": "ptp", "ipam": {"type": "host-local",
- "dataDir": "/run/cni/addresses", "ranges": [[{"subnet": "10.244.0.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
+ "dataDir": "/run/cni/addresses", "ranges": [[{"subnet": "$pod_addresses"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
 END
     cat >/run/containerd.toml <<END
 version = 2
@@ -140,7 +164,7 @@ END
 
 import_images() {
     local archive
-    for archive in "$base"/images/*.tar; do
+    for archive in "$home"/images/*.tar; do
         [[ -e $archive ]] || continue
         ctr --namespace k8s.io images import "$archive" && rm "$archive" || return 1
     done
@@ -161,56 +185,69 @@ containerRuntimeEndpoint: $socket
 # How often the sizes of volumes are read.
 volumeStatsAggPeriod: 5s
 END
-    start kubelet env TMPDIR=/run "$tools/kubelet" --config=/run/kubelet.yaml --kubeconfig="$base/node.conf" \
-        --cert-dir=/run --hostname-override=node --node-ip="$node_address" --v=2
+    start kubelet env TMPDIR=/run "$tools/kubelet" --config=/run/kubelet.yaml --kubeconfig="$base/$node_name.conf" \
+        --cert-dir=/run --hostname-override="$node_name" --node-ip="$node_address" --v=2
 }
 
 node_is_ready() {
-    kubectl --request-timeout=5s wait --for=condition=Ready --timeout=1s node/node
+    kubectl --request-timeout=5s wait --for=condition=Ready --timeout=1s "node/$node_name"
 }
 
 # --------------------------------------------------------------------------------------------------
 
-parts=(etcd kube-apiserver kube-controller-manager kube-scheduler kube-proxy containerd kubelet)
+parts=(kube-proxy containerd kubelet)
+((number > 1)) || parts+=(etcd kube-apiserver kube-controller-manager kube-scheduler)
 
 # restart PART: kills a part and starts it again; its containers run on.
 restart() {
     kill -KILL "${pid_of[$1]}" 2>/dev/null || true
     wait "${pid_of[$1]}" 2>/dev/null || true
     "start_part_$1"
-    rm -f "$base/restart/$1"
+    rm -f "$home/restart/$1"
+}
+
+start_control_plane() {
+    local user
+    make_network
+    if [[ ! -d $pki ]]; then
+        mkdir -m 700 "$pki"
+        make_pki >"$dir/pki.log" 2>&1 || give_up pki "cannot be made"
+        for user in controller-manager scheduler proxy node admin; do
+            write_kubeconfig "$base/$user.conf" https://127.0.0.1:6443 "$user"
+        done
+        mv "$base/admin.conf" "$base/kubeconfig"
+    fi
+    start_part_etcd
+    start_part_kube-apiserver
 }
 
 trap 'exit 0' INT TERM HUP
-mkdir -p "$dir" "$base/restart" "$base/images"
-rm -f "$base/ready"
+mkdir -p "$dir" "$home/restart" "$home/images"
+rm -f "$home/ready"
 cover
-make_network
 make_cgroups "$cgroup"
-if [[ ! -d $pki ]]; then
-    mkdir -m 700 "$pki"
-    make_pki >"$dir/pki.log" 2>&1 || give_up pki "cannot be made"
-    for user in controller-manager scheduler proxy node admin; do
-        write_kubeconfig "$base/$user.conf" https://127.0.0.1:6443 "$user"
-    done
-    mv "$base/admin.conf" "$base/kubeconfig"
+if ((number == 1)); then
+    start_control_plane
+else
+    join_network
+    make_worker_pki >"$dir/pki.log" 2>&1 || give_up pki "cannot be made"
 fi
-start_part_etcd
-start_part_kube-apiserver
 start_part_containerd
 import_images >"$dir/images.log" 2>&1 || give_up images "cannot be imported"
 await kube-apiserver kubectl --request-timeout=5s get --raw /readyz
-start_part_kube-controller-manager
-start_part_kube-scheduler
+if ((number == 1)); then
+    start_part_kube-controller-manager
+    start_part_kube-scheduler
+fi
 start_part_kubelet
 start_part_kube-proxy
 await kubelet node_is_ready
-: >"$base/ready"
+: >"$home/ready"
 while true; do
     sleep 0.2 &
     wait $! || true
     for part in "${parts[@]}"; do
-        [[ ! -e $base/restart/$part ]] || restart "$part"
+        [[ ! -e $home/restart/$part ]] || restart "$part"
         kill -0 "${pid_of[$part]}" 2>/dev/null || give_up "$part" "has ended"
     done
 done

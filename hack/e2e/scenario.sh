@@ -153,6 +153,8 @@ apiVersion: v1
 kind: Pod
 metadata: {name: s3, namespace: $1, labels: {app: s3}}
 spec:
+  # It has the image.
+  nodeName: node
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: 1
   containers:

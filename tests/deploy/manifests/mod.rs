@@ -9,6 +9,7 @@ mod aggregated;
 mod api_server_ip_block;
 mod cert_manager;
 mod chart;
+mod distributed;
 mod dns;
 mod inline;
 mod node_proxy;

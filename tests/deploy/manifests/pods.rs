@@ -18,7 +18,7 @@ use support::cluster::programs::stdout_of;
 
 /// (object, container, pod spec) of all containers of all directories, as the API server returns
 /// them.
-fn containers(cluster: &Cluster) -> &'static [(String, Value, Value)] {
+pub fn containers(cluster: &Cluster) -> &'static [(String, Value, Value)] {
     static CONTAINERS: OnceLock<Vec<(String, Value, Value)>> = OnceLock::new();
     CONTAINERS.get_or_init(|| apply_and_read(cluster))
 }
@@ -112,12 +112,17 @@ fn all_but_driver_and_crust_ops_run_confined() {
 }
 
 #[test]
-fn only_the_sidecar_of_the_drivers_pod_has_a_token() {
+fn in_the_drivers_pod_only_sidecars_have_a_token() {
     let Some(cluster) = shared() else { return };
     for (what, container, pod) in containers(cluster) {
-        if pod["serviceAccountName"] != json!("csi-loopback-metadata") {
-            continue;
-        }
+        let with_token: &[&str] = match pod["serviceAccountName"].as_str() {
+            Some("csi-loopback-metadata") => &["metadata"],
+            // Of deploy/overlays/distributed.
+            Some("csi-loopback-node-controller") => {
+                &["csi-provisioner", "csi-snapshotter", "csi-resizer"]
+            }
+            _ => continue,
+        };
         assert_eq!(pod["automountServiceAccountToken"], json!(false), "{what}");
         let volumes = pod["volumes"].as_array().unwrap();
         let has_token = container["volumeMounts"].as_array().unwrap().iter().any(|mount| {
@@ -125,7 +130,7 @@ fn only_the_sidecar_of_the_drivers_pod_has_a_token() {
             volume["projected"]["sources"].to_string().contains("serviceAccountToken")
                 || !volume["secret"].is_null()
         });
-        assert_eq!(has_token, container["name"] == "metadata", "{what}");
+        assert_eq!(has_token, with_token.contains(&container["name"].as_str().unwrap()), "{what}");
     }
 }
 
@@ -137,9 +142,10 @@ fn the_sidecar_has_only_the_socket_for_metadata() {
         if sidecar["name"] != "metadata" {
             continue;
         }
-        sidecars += 1;
         let mut all = pod["containers"].as_array().unwrap().iter();
-        let driver = all.find(|container| container["name"] == "driver").unwrap();
+        // Those of deploy/overlays/distributed are other pods.
+        let Some(driver) = all.find(|container| container["name"] == "driver") else { continue };
+        sidecars += 1;
         let socket = argument(driver, "--metadata-endpoint").strip_prefix("unix://").unwrap();
         assert_eq!(argument(sidecar, "--csi-address"), socket, "{what}");
         let group = argument(driver, "--metadata-socket-group");
@@ -162,7 +168,7 @@ fn driver_and_freeze_guard_share_a_socket_not_a_container() {
     let found = containers(cluster);
     let guards: Vec<_> =
         found.iter().filter(|(_, container, _)| container["name"] == "freeze-guard").collect();
-    assert_eq!(guards.len(), 4);
+    assert_eq!(guards.len(), 5);
     for (what, guard, pod) in guards {
         let all = pod["containers"].as_array().unwrap();
         let driver = all.iter().find(|container| container["name"] == "driver").unwrap();
@@ -205,8 +211,10 @@ fn images_are_ours_or_have_a_public_registry() {
 pub fn are_known(what: &str, container: &Value) {
     let arguments = container["args"].as_array().unwrap().iter();
     // As kubelet expands them.
-    let arguments =
-        arguments.map(|argument| argument.as_str().unwrap().replace("$(POD_NAMESPACE)", NAMESPACE));
+    let arguments = arguments.map(|argument| {
+        let argument = argument.as_str().unwrap().replace("$(POD_NAMESPACE)", NAMESPACE);
+        argument.replace("$(NODE_NAME)", "node-1")
+    });
     let mut command = Command::new(binary());
     let output = command.args(arguments).arg("--help").output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
@@ -224,11 +232,12 @@ fn the_binary_accepts_the_arguments_of_the_manifests() {
             seen += 1;
         }
     }
-    // Driver of inline volumes; driver, freeze guard and sidecar, four times each; crust_ops,
+    // Driver of inline volumes; driver, freeze guard and sidecar, four times each, and on many nodes
+    // with two kinds of sidecars; crust_ops,
     // twice; node proxy, twice for this driver and twice for another; session manager, aggregated
     // API server and webhooks; full and incremental backup, twice each; backup and prune of a
     // CronJob; the sidecar of another driver.
-    assert_eq!(seen, 29);
+    assert_eq!(seen, 33);
 }
 
 /// The only object of a kind.

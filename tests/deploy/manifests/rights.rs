@@ -41,7 +41,7 @@ fn rights(cluster: &Cluster, account: &Account, namespace: &str) -> BTreeSet<Str
 }
 
 /// "GROUP/RESOURCE VERB VERB …" as in [`rights`].
-fn expand(lines: &[&str]) -> BTreeSet<String> {
+pub fn expand(lines: &[&str]) -> BTreeSet<String> {
     let each = lines.iter().flat_map(|line| {
         let mut words = line.split(' ');
         let what = words.next().unwrap();
@@ -87,7 +87,7 @@ const MANAGER_AT_HOME: &[&str] = &[
     "coordination.k8s.io/leases[csi-loopback-session-manager] get update",
 ];
 
-const CONTROLLER: &[&str] = &[
+pub const CONTROLLER: &[&str] = &[
     "/events create patch update",
     "/nodes get list watch",
     "/persistentvolumeclaims get list watch update",

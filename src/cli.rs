@@ -18,8 +18,8 @@ use crate::telemetry::klog;
 #[cfg(test)]
 use crate::telemetry::role;
 use crate::{
-    admission, aggregated_api, backup, client, conformance, dev, driver, freeze_guard, node_proxy,
-    oci_runtime, runtime_ops, session_manager, sidecar,
+    admission, aggregated_api, backup, client, conformance, dev, driver, freeze_guard, node,
+    node_proxy, oci_runtime, runtime_ops, session_manager, sidecar,
 };
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
@@ -59,6 +59,8 @@ enum Command {
     Backup(Box<backup::Command>),
     #[command(flatten)]
     Conformance(Box<conformance::Command>),
+    /// Remove what is left of a node that is gone
+    Node(node::NodeArgs),
     #[command(flatten)]
     Tool(Tool),
 }
@@ -145,6 +147,7 @@ impl Cli {
                 let text = format!("csi-loopback {}\n", env!("CSI_LOOPBACK_VERSION"));
                 client::print_text(text.as_bytes())
             }
+            Command::Node(args) => node::run(args),
             Command::Conformance(command) => conformance::run(*command),
             Command::Tool(Tool::Completions { shell }) => completions(shell),
             Command::Tool(Tool::Man { directory }) => man(&directory),

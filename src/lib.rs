@@ -34,7 +34,7 @@ pub mod dev;
 pub mod fuzzing;
 
 pub use cbt::{aggregated_api, session_manager, sidecar};
-pub use commands::{backup, client, conformance};
+pub use commands::{backup, client, conformance, node};
 pub use common::{fail_point, ids, inline, quantity};
 pub use deferral::{crust, node_proxy, oci_runtime, runtime_ops};
 pub use driver::freeze_guard;

@@ -5,10 +5,10 @@
 //! |---|---|
 //! | [`client`] | `volume`, `snapshot`, `base`, `pool`: what a user types and reads |
 //! | [`backup`] | `backup` and `restore`: a repository of full and incremental backups |
+//! | [`node`] | `node forget`: objects of a node that is gone |
 //! | [`conformance`] | rules that judge any driver, the situations that they share, and the door to it |
 //!
-//! [`backup`] and [`conformance`] use [`client`]'s connections, listings and output; [`client`] knows
-//! neither.
+//! The others use [`client`]'s connections, listings and output; [`client`] knows none of them.
 //! The storage backend is used only for what is read or written without a driver: `pool check`, block
 //! devices, the comparison of extents.
 
@@ -18,3 +18,4 @@
 pub mod backup;
 pub mod client;
 pub mod conformance;
+pub mod node;

@@ -11,6 +11,7 @@ mod former_definition;
 mod frozen;
 mod kubernetes;
 mod movers;
+mod node_forget;
 mod node_proxy;
 mod node_proxy_safety;
 mod nodes;

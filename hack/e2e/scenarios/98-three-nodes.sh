@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Scenario: three nodes (deploy/overlays/distributed): placement, deltas at either front, failures, intruders, backup and restore
+# Scenario: three nodes (deploy/overlays/distributed): placement, deltas at either front, failures, intruders, backup and restore, a node that is gone
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 
@@ -226,6 +226,23 @@ user restored restored
 equal "node of the restored claim" node "$(kubectl -n "$namespace" get pod restored -o jsonpath='{.spec.nodeName}')"
 equal "content of the restored claim" "$expected" "$(in_pod restored 'cd /data && sha256sum file more')"
 
+step "a node is gone: its snapshots are not found, and node forget removes its objects"
+on_node cat "/proc/$(process_of csi-loopback "$(pod_of node-metadata node metadata.name)" metadata)/exe" >"$work/program"
+chmod +x "$work/program"
+forget() { in_network "$work/program" node forget node-3 --kubeconfig "$e2e/kubeconfig" --output json "$@"; }
+refused "kubectl delete node node-3" forget
+end_worker 3
+quietly kubectl delete node node-3
+# What the controllers of Kubernetes do after some minutes.
+quietly kubectl delete pods --all-namespaces --field-selector spec.nodeName=node-3 --force --grace-period=0
+refused "node node-3, which held the snapshot, no longer exists" delta data-node-3
+equal "kinds of its objects" "PersistentVolume VolumeSnapshotContent VolumeSnapshotContent" "$(forget | jq -r '[.[].kind] | sort | join(" ")')"
+quietly forget --confirm
+quietly kubectl -n "$namespace" delete pvc/data-node-3 volumesnapshot/data-node-3-1 volumesnapshot/data-node-3-2
+is_forgotten() { [[ $(forget) == "[]" ]]; }
+eventually is_forgotten
+equal "kinds of others that are deleted" "" "$(kubectl get pv,volumesnapshotcontent -o jsonpath='{.items[?(@.metadata.deletionTimestamp)].kind}')"
+
 step "uninstall"
 delete namespace/backup-client clusterrole/e2e-client clusterrolebinding/e2e-client
 delete namespace "$namespace"
@@ -235,9 +252,7 @@ delete -k deploy/examples/mover
 delete snapshotmetadataservice,snapshotserviceconfiguration "$driver"
 delete -f deploy/crds -f deploy/crds-upstream
 change_snapshot_controller '-= ["--enable-distributed-snapshotting"]'
-for number in 2 3; do
-    end_worker "$number"
-    quietly kubectl delete node "node-$number"
-done
+end_worker 2
+quietly kubectl delete node node-2
 quietly kubectl label node node loopback.csi.local/pool-
 on_node rm -r /var/lib/csi-loopback /var/lib/kubelet/plugins/loopback.csi.local

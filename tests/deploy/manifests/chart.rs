@@ -90,8 +90,9 @@ type Case = (&'static [&'static str], &'static [(&'static str, &'static [&'stati
 fn the_chart_has_the_objects_of_the_kustomizations() {
     let Some(cluster) = shared() else { return };
     let Some(helm) = &go_tool("helm") else { return };
-    let cases: [Case; 10] = [
+    let cases: [Case; 11] = [
         (&[], &[("base", &[])]),
+        (&["distributed.enabled=true"], &[("overlays/distributed", &[])]),
         (&["runtime.enabled=true"], &[("runtime", &[])]),
         (&["nodeProxy.enabled=true"], &[("node-proxy", &[])]),
         (&["sessionManager.enabled=true"], &[("base", &[]), ("session-manager", &[])]),
@@ -228,6 +229,43 @@ fn each_value_of_the_chart_reaches_every_object_it_names() {
     let dashboard = &watched["ConfigMap csi-loopback csi-loopback-dashboard"];
     let dashboard = dashboard["data"]["csi-loopback.json"].as_str().unwrap();
     assert!(serde_json::from_str::<Value>(dashboard).unwrap()["panels"].is_array());
+}
+
+#[test]
+fn the_chart_for_many_nodes_follows_its_values() {
+    let Some(helm) = &go_tool("helm") else { return };
+    const ENABLED: &str = "distributed.enabled=true";
+    let objects = rendered(
+        helm,
+        &[
+            ENABLED,
+            "distributed.replicas=3",
+            r#"json:distributed.nodeSelector={"zone":"a"}"#,
+            r#"json:driver.nodeSelector={"zone":"b"}"#,
+            "namespace.name=storage",
+            "namespace.create=false",
+            "kubeletDir=/opt/kubelet",
+            "image.pullPolicy=Always",
+        ],
+    );
+    for (name, object) in &objects {
+        let text = object.to_string();
+        assert!(!text.contains("\"namespace\":\"csi-loopback"), "{name}");
+        assert!(!text.contains("/var/lib/kubelet"), "{name}");
+        assert_eq!(text.matches("csi-loopback:").count(), text.matches("Always").count(), "{name}");
+    }
+    let front = &objects["Deployment storage csi-loopback-metadata"]["spec"];
+    assert_eq!(front["replicas"], 3);
+    for (name, pod) in pods_of(&objects) {
+        let zone = if name.starts_with("Deployment") { "a" } else { "b" };
+        assert_eq!(pod["nodeSelector"]["zone"], zone, "{name}");
+    }
+    for component in ["aggregatedApi", "certManager", "nodeProxy", "runtime", "snapshotterSecret"] {
+        let value = format!("{component}.enabled=true");
+        let output = run(helm, &["template", "csi-loopback"], &[ENABLED, &value]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains(component), "{value}: {error}");
+    }
 }
 
 #[test]

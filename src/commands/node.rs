@@ -1,7 +1,11 @@
 //! `node forget`: removes the objects of volumes and snapshots whose node, with its pool, is gone.
 //! Where each node has its own controllers, those of that node alone remove the finalizers of these
 //! objects, which otherwise stay forever.
+//!
+//! An object goes after what users made it for: the snapshot-controller would make the content of a
+//! VolumeSnapshot that exists again, and a claim would be without its volume.
 
+use std::collections::HashSet;
 use std::fmt::Debug;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,10 +23,10 @@ use crate::client::cluster::{call, if_found};
 use crate::client::{Print, format, on_runtime};
 use kubernetes::client::{Rate, User, connect_as_user};
 use kubernetes::name;
-use kubernetes::snapshot::{MANAGED_BY, VolumeSnapshotContent};
+use kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
-/// Finalizers of csi-provisioner, csi-snapshotter and, with the driver's name, csi-attacher. The
-/// protection of volumes that claims use is not among them: it ends with the claim.
+/// Finalizers of csi-provisioner, csi-snapshotter and, with the driver's name, csi-attacher. Those of
+/// Kubernetes' own controllers are not among them.
 const FINALIZERS: [&str; 3] = [
     "external-provisioner.volume.kubernetes.io/finalizer",
     "snapshot.storage.kubernetes.io/volumesnapshotcontent-bound-protection",
@@ -48,7 +52,7 @@ pub struct NodeArgs {
 
 #[derive(Debug, Subcommand)]
 enum NodeCommand {
-    /// Show, and with --confirm remove, the volumes and snapshots of a node that is gone
+    /// Show, and with --confirm remove, what volumes and snapshots of a node that is gone leave
     #[command(after_help = "Examples:
   csi-loopback node forget node-3
   csi-loopback node forget node-3 --confirm")]
@@ -84,8 +88,7 @@ pub fn run(args: NodeArgs) -> Result<ExitCode> {
         let user =
             User { kubeconfig: forget.kubeconfig.as_deref(), context: forget.context.as_deref() };
         let client = connect_as_user(user, RATE).await?;
-        forget.run(&client, args.print).await?;
-        Ok(ExitCode::SUCCESS)
+        forget.run(&client, args.print).await
     })
 }
 
@@ -103,35 +106,58 @@ struct Row {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum State {
-    /// Nothing was changed.
-    Found,
+    /// A user must delete its claim or VolumeSnapshot first.
+    InUse,
+    /// It can be removed.
+    Unused,
     Removed,
-    /// Its deletion waits for that of its claim.
+    /// Its deletion waits for another controller.
     Deleting,
 }
 
 impl ForgetArgs {
-    async fn run(&self, client: &Client, print: Print) -> Result<()> {
+    async fn run(&self, client: &Client, print: Print) -> Result<ExitCode> {
         let (contents, volumes) = (Api::all(client.clone()), Api::all(client.clone()));
-        let found = (self.contents(&contents).await?, self.volumes(&volumes).await?);
+        let lost = self.volumes(&volumes).await?;
+        let snapshots = self.contents(&contents, &lost).await?;
         // As late as possible: a node that comes back has its data.
         self.check_node(client).await?;
-        let mut rows = Vec::new();
-        for content in &found.0 {
-            let used_by = used_by(Some(&content.spec.volume_snapshot_ref));
-            rows.push(self.forget(&contents, content, "VolumeSnapshotContent", used_by).await?);
+        let (mut rows, mut kept) = (Vec::new(), HashSet::new());
+        for content in &snapshots {
+            let user = &content.spec.volume_snapshot_ref;
+            let is_used = !is_deleted(content) && snapshot_exists(client, user).await?;
+            if is_used {
+                kept.extend(content.spec.source.volume_handle.as_deref());
+            }
+            let kind = "VolumeSnapshotContent";
+            rows.push(self.forget(&contents, content, kind, named(Some(user)), is_used).await?);
         }
-        for volume in &found.1 {
+        for volume in &lost {
             let claim = volume.spec.as_ref().and_then(|spec| spec.claim_ref.as_ref());
-            rows.push(self.forget(&volumes, volume, "PersistentVolume", used_by(claim)).await?);
+            // The handle is what an unlabelled content of it is found by.
+            let is_used = is_bound(volume) || handle(volume).is_some_and(|it| kept.contains(it));
+            let kind = "PersistentVolume";
+            rows.push(self.forget(&volumes, volume, kind, named(claim), is_used).await?);
         }
         format::print_rows(print.output, &rows, table)?;
-        if !self.confirm && !print.quiet && !rows.is_empty() {
-            eprintln!(
-                "csi-loopback: nothing was changed; --confirm removes these objects, with no way back"
-            );
+        let used = rows.iter().filter(|row| row.state == State::InUse).count();
+        if let (Some(note), false) = (self.next_step(rows.len(), used), print.quiet) {
+            eprintln!("csi-loopback: {note}");
         }
-        Ok(())
+        Ok(ExitCode::from(u8::from(self.confirm && used > 0)))
+    }
+
+    fn next_step(&self, all: usize, used: usize) -> Option<String> {
+        match (used, self.confirm) {
+            (0, false) if all > 0 => Some(
+                "nothing was changed; --confirm removes these objects, with no way back".to_owned(),
+            ),
+            (0, _) => None,
+            (used, _) => Some(format!(
+                "{used} objects are in use: delete their claims and VolumeSnapshots (kubectl delete --wait=false), then \
+                 run this command again"
+            )),
+        }
     }
 
     /// # Errors
@@ -149,12 +175,22 @@ impl ForgetArgs {
         Ok(())
     }
 
+    /// With the node's label, or without one because the node was gone already.
     async fn contents(
         &self,
         api: &Api<VolumeSnapshotContent>,
+        lost: &[PersistentVolume],
     ) -> Result<Vec<VolumeSnapshotContent>> {
-        let of_node = ListParams::default().labels(&format!("{MANAGED_BY}={}", self.node));
-        all(api, "VolumeSnapshotContents", of_node, |one| one.spec.driver == self.driver_name).await
+        let lost: HashSet<&str> = lost.iter().filter_map(handle).collect();
+        let is_lost = |content: &VolumeSnapshotContent| {
+            let source = content.spec.source.volume_handle.as_deref();
+            content.spec.driver == self.driver_name
+                && match content.node() {
+                    Some(node) => node == self.node,
+                    None => source.is_some_and(|source| lost.contains(source)),
+                }
+        };
+        all(api, "VolumeSnapshotContents", is_lost).await
     }
 
     async fn volumes(&self, api: &Api<PersistentVolume>) -> Result<Vec<PersistentVolume>> {
@@ -164,7 +200,7 @@ impl ForgetArgs {
                     && spec.node_affinity.as_ref().is_some_and(|it| is_only_at(it, &self.node))
             })
         };
-        all(api, "PersistentVolumes", ListParams::default(), is_lost).await
+        all(api, "PersistentVolumes", is_lost).await
     }
 
     async fn forget<K>(
@@ -173,16 +209,19 @@ impl ForgetArgs {
         object: &K,
         kind: &'static str,
         used_by: Option<String>,
+        is_used: bool,
     ) -> Result<Row>
     where
         K: Resource + Clone + Debug + DeserializeOwned,
     {
         let name = object.name_any();
-        let state = match self.confirm {
-            true => remove(api, object, &format!("{kind} {name}")).await?,
-            false => State::Found,
+        let state = match (is_used, self.confirm) {
+            (true, _) => State::InUse,
+            (false, false) => State::Unused,
+            (false, true) => remove(api, object, &format!("{kind} {name}")).await?,
         };
-        Ok(Row { kind, name, used_by, state, changed: state != State::Found })
+        let changed = matches!(state, State::Removed | State::Deleting);
+        Ok(Row { kind, name, used_by, state, changed })
     }
 }
 
@@ -198,19 +237,42 @@ fn is_only_at(affinity: &VolumeNodeAffinity, node: &str) -> bool {
         })
 }
 
-fn used_by(user: Option<&ObjectReference>) -> Option<String> {
+fn handle(volume: &PersistentVolume) -> Option<&str> {
+    Some(volume.spec.as_ref()?.csi.as_ref()?.volume_handle.as_str())
+}
+
+fn is_bound(volume: &PersistentVolume) -> bool {
+    volume.status.as_ref().is_some_and(|status| status.phase.as_deref() == Some("Bound"))
+}
+
+fn is_deleted(object: &impl Resource) -> bool {
+    object.meta().deletion_timestamp.is_some()
+}
+
+fn named(user: Option<&ObjectReference>) -> Option<String> {
     let user = user?;
     Some(format!("{}/{}", user.namespace.as_deref()?, user.name.as_deref()?))
+}
+
+/// Whether the VolumeSnapshot of a content exists and stays.
+async fn snapshot_exists(client: &Client, user: &ObjectReference) -> Result<bool> {
+    let (Some(namespace), Some(name)) = (&user.namespace, &user.name) else { return Ok(false) };
+    let api: Api<VolumeSnapshot> = Api::namespaced(client.clone(), namespace);
+    let what = format!("VolumeSnapshot {namespace}/{name}");
+    let found = call(&what, async { if_found(api.get(name).await) }).await;
+    let found = found.map_err(|failure| failure.error)?;
+    Ok(found.is_some_and(|it| {
+        !is_deleted(&it) && user.uid.as_ref().is_none_or(|uid| it.uid().as_ref() == Some(uid))
+    }))
 }
 
 /// The objects of all pages that `wanted` selects.
 async fn all<K: Clone + Debug + DeserializeOwned>(
     api: &Api<K>,
     what: &str,
-    mut page: ListParams,
     wanted: impl Fn(&K) -> bool,
 ) -> Result<Vec<K>> {
-    page.limit = Some(PAGE);
+    let mut page = ListParams::default().limit(PAGE);
     let mut found = Vec::new();
     loop {
         let listed = call(what, api.list(&page)).await.map_err(|failure| failure.error)?;
@@ -223,7 +285,7 @@ async fn all<K: Clone + Debug + DeserializeOwned>(
 }
 
 /// Requests the deletion of this very object, then removes the finalizers of the controllers that
-/// are gone. In the other order, csi-snapshotter's common controller would add them again.
+/// are gone. In the other order, the snapshot-controller would add its own again.
 async fn remove<K>(api: &Api<K>, object: &K, what: &str) -> Result<State>
 where
     K: Resource + Clone + Debug + DeserializeOwned,
@@ -263,16 +325,16 @@ fn is_theirs(finalizer: &str) -> bool {
 }
 
 fn table(rows: &[Row]) -> String {
-    let used = |row: &Row| row.used_by.clone().unwrap_or_else(|| "-".to_owned());
-    let state = |row: &Row| match (row.state, &row.used_by) {
-        (State::Found, _) => "found".to_owned(),
-        (State::Removed, _) => "removed".to_owned(),
-        (State::Deleting, Some(claim)) => format!("removed with {claim}: delete it"),
-        (State::Deleting, None) => "deleting".to_owned(),
+    let state = |row: &Row| match row.state {
+        State::InUse => "in use",
+        State::Unused => "unused",
+        State::Removed => "removed",
+        State::Deleting => "deleting",
     };
+    let user = |row: &Row| row.used_by.clone().unwrap_or_else(|| "-".to_owned());
     let cells: Vec<_> = rows
         .iter()
-        .map(|row| [row.kind.to_owned(), row.name.clone(), used(row), state(row)])
+        .map(|row| [row.kind.to_owned(), row.name.clone(), user(row), state(row).to_owned()])
         .collect();
     format::table(["KIND", "NAME", "USED BY", "STATE"], &[], &cells)
 }

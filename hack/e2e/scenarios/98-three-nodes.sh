@@ -236,12 +236,14 @@ quietly kubectl delete node node-3
 # What the controllers of Kubernetes do after some minutes.
 quietly kubectl delete pods --all-namespaces --field-selector spec.nodeName=node-3 --force --grace-period=0
 refused "node node-3, which held the snapshot, no longer exists" delta data-node-3
-equal "kinds of its objects" "PersistentVolume VolumeSnapshotContent VolumeSnapshotContent" "$(forget | jq -r '[.[].kind] | sort | join(" ")')"
+states() { [[ $(forget "${@:2}" 2>/dev/null | jq -r '[.[] | "\(.kind) \(.state)"] | sort | join(", ")') == "$1" ]]; }
+eventually states "PersistentVolume in_use, VolumeSnapshotContent in_use, VolumeSnapshotContent in_use"
+quietly kubectl -n "$namespace" delete --wait=false pvc/data-node-3 volumesnapshot/data-node-3-1 volumesnapshot/data-node-3-2
+eventually states "PersistentVolume unused, VolumeSnapshotContent unused, VolumeSnapshotContent unused"
 quietly forget --confirm
-quietly kubectl -n "$namespace" delete pvc/data-node-3 volumesnapshot/data-node-3-1 volumesnapshot/data-node-3-2
-is_forgotten() { [[ $(forget) == "[]" ]]; }
-eventually is_forgotten
-equal "kinds of others that are deleted" "" "$(kubectl get pv,volumesnapshotcontent -o jsonpath='{.items[?(@.metadata.deletionTimestamp)].kind}')"
+eventually states ""
+await delete -n "$namespace" pvc/data-node-3 volumesnapshot/data-node-3-1 volumesnapshot/data-node-3-2
+(($(delta data-node-2) > 0))
 
 step "uninstall"
 delete namespace/backup-client clusterrole/e2e-client clusterrolebinding/e2e-client

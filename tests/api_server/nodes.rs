@@ -60,12 +60,12 @@ fn a_snapshot_without_a_reachable_node_is_refused_by_its_name() {
         assert_refused(rig.ask(rig.delta(&history)), code, words, "the front");
     };
     rig.ask(rig.delta(&history)).unwrap();
-    rig.label(&history[1], None);
+    rig.shared.label(&history[1], None);
     cluster.wait_for("the label is gone", || {
         rig.ask(rig.delta(&history)).err().filter(|it| it.code() == Code::FailedPrecondition)
     });
     refused(&rig, Code::FailedPrecondition, "--enable-distributed-snapshotting");
-    rig.label(&history[1], Some(&name));
+    rig.shared.label(&history[1], Some(&name));
     cluster.wait_for("the label is back", || rig.ask(rig.delta(&history)).ok());
     // Its sidecar has ended, and comes back at another port.
     rig.nodes[0].sidecar.process.stop();
@@ -90,7 +90,7 @@ fn a_node_answers_only_the_front_with_a_token_for_it() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let history = rig.history(0, "data", &[7]);
-    let audience = |node: usize| format!("{}/{}", rig.driver_name, rig.nodes[node].name);
+    let audience = |node: usize| format!("{}/{}", rig.shared.driver_name, rig.nodes[node].name);
     let call = |token: Option<String>| -> Result<(), Status> {
         let node = &rig.nodes[0];
         let mut request = Request::new(csi::GetMetadataAllocatedRequest {
@@ -103,21 +103,21 @@ fn a_node_answers_only_the_front_with_a_token_for_it() {
         }
         cluster.block_on(async {
             let channel =
-                channel_to(localhost(), &node.name, node.sidecar.port, &rig.node_authority.pem());
+                channel_to(localhost(), &node.name, node.sidecar.port, &rig.shared.authority.pem());
             let stream =
                 SnapshotMetadataClient::new(channel).get_metadata_allocated(request).await?;
             stream.into_inner().message().await.map(drop)
         })
     };
     let token = |account, audience: &str| Some(cluster.token(account, Some(audience)));
-    call(token(&rig.front_account, &audience(0))).unwrap();
+    call(token(&rig.shared.front_account, &audience(0))).unwrap();
     let others = [
         (None, Code::Unauthenticated),
         (Some("forged".to_owned()), Code::Unauthenticated),
         // Of another node, of clients, and of the API server.
-        (token(&rig.front_account, &audience(1)), Code::Unauthenticated),
-        (token(&rig.front_account, AUDIENCE), Code::Unauthenticated),
-        (Some(cluster.token(&rig.front_account, None)), Code::Unauthenticated),
+        (token(&rig.shared.front_account, &audience(1)), Code::Unauthenticated),
+        (token(&rig.shared.front_account, AUDIENCE), Code::Unauthenticated),
+        (Some(cluster.token(&rig.shared.front_account, None)), Code::Unauthenticated),
         // Of a user, also with the right audience.
         (token(&rig.backup, AUDIENCE), Code::Unauthenticated),
         (token(&rig.backup, &audience(0)), Code::PermissionDenied),
@@ -144,7 +144,7 @@ fn a_server_with_another_name_or_authority_receives_no_token() {
     // A certificate for the right name by an authority that signs no nodes.
     let name = rig.nodes[0].name.clone();
     let stranger = support::cluster::tls::Authority::new("stranger");
-    rig.nodes[0].certificate = certify(&stranger, &rig.nodes[0].driver, &name);
+    rig.nodes[0].certificate = certify(&stranger, rig.nodes[0].driver.scratch(), &name);
     rig.nodes[0].sidecar.process.stop();
     let port = rig.restart_sidecar(0);
     rig.move_endpoint(0, Some(port));

@@ -53,8 +53,8 @@ impl Client {
 
 /// A path to the driver.
 struct Route {
-    /// The sidecar's process id, if the route has a sidecar.
-    process: Option<u32>,
+    /// The process ids of the route's sidecars.
+    sidecars: Vec<u32>,
     endpoint: Endpoint,
     channel: Channel,
     call: &'static str,
@@ -69,7 +69,7 @@ enum Endpoint {
 #[derive(Debug, Default)]
 struct Spent {
     times: Vec<f64>,
-    /// Seconds of processor time: driver, sidecar, client.
+    /// Seconds of processor time: driver, sidecars, client.
     cpu: [Vec<f64>; 3],
 }
 
@@ -117,6 +117,7 @@ pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>, extents: u6
         }
     }
     checks(options, report, rig, &ours, extents)?;
+    hop(options, report, rig, &ours, extents)?;
     let streams = options.pick(MANY, 4);
     for count in [1, streams] {
         // Long enough that all streams overlap.
@@ -183,6 +184,46 @@ fn checks(
     Ok(())
 }
 
+/// The cost of many nodes: compares the sidecar of one node with one that calls that of a node.
+fn hop(
+    options: Options,
+    report: &mut Report,
+    rig: &Rig<'_>,
+    plain: &Sidecar,
+    extents: u64,
+) -> Result<()> {
+    let front = rig.many_nodes()?;
+    let routes = [Route::through(rig, plain), Route::through(rig, &front)];
+    for max in PER_MESSAGE {
+        let [_, one, other] = requests(rig, max);
+        let requests = [one, other];
+        let received = rig.driver.runtime.block_on(routes[1].whole(&requests[1]))?;
+        received.check(Pattern::new(extents).bytes(), max as usize)?;
+        let runs = options.pick(11, 1);
+        let [plain, far] = in_turn(rig, &routes, &requests, Client::Raw, extents, runs)?;
+        let shares = plain.times.iter().zip(&far.times).map(|(plain, far)| plain / far);
+        let share = shares.collect::<Samples>().median();
+        let cpu = far.cpu(1) / plain.cpu(1);
+        let what = format!(
+            "through the sidecars for clients and of a node, {} extents, {} per message, {}",
+            grouped(extents as i64),
+            grouped(max.into()),
+            Client::Raw.what()
+        );
+        let rates = far.rates(extents);
+        let row = Row::samples("sidecar", what, &rates, "extents per second", millions);
+        let peer = format!(
+            "one sidecar: {}, with 1/{} of the sidecars' CPU",
+            millions(plain.rates(extents).median()),
+            digits(cpu)
+        );
+        let row =
+            row.against(peer, share).must("0.7, or 2.2 times the CPU", share >= 0.7 || cpu <= 2.2);
+        report.row(Row { cpu_seconds: Some(far.cpu(1)), ..row });
+    }
+    Ok(())
+}
+
 /// Measures all routes once per round.
 fn in_turn<const ROUTES: usize>(
     rig: &Rig<'_>,
@@ -195,12 +236,12 @@ fn in_turn<const ROUTES: usize>(
     let mut spent = std::array::from_fn(|_| Spent::default());
     for _ in 0..rounds {
         for ((route, request), spent) in routes.iter().zip(requests).zip(&mut spent) {
-            let clocks = [
-                Some(rig.driver.cpu()?),
-                route.process.map(CpuClock::of).transpose()?,
-                Some(CpuClock::own()),
-            ];
-            let now = || clocks.map(|clock| clock.map(CpuClock::now).unwrap_or_default());
+            let sidecars = route.sidecars.iter().copied().map(CpuClock::of);
+            let clocks =
+                [vec![rig.driver.cpu()?], sidecars.collect::<Result<_>>()?, vec![CpuClock::own()]];
+            let now = || {
+                clocks.each_ref().map(|some| some.iter().map(|clock| clock.now()).sum::<Duration>())
+            };
             let before = now();
             let took = rig.driver.runtime.block_on(async {
                 match client {
@@ -261,7 +302,12 @@ fn report_spent(report: &mut Report, client: Client, max: i32, extents: u64, spe
 impl Route {
     fn direct(rig: &Rig<'_>) -> Result<Self> {
         let endpoint = Endpoint::Socket(rig.driver.socket());
-        Ok(Self { process: None, endpoint, channel: rig.driver.channel()?, call: raw::DELTA })
+        Ok(Self {
+            sidecars: Vec::new(),
+            endpoint,
+            channel: rig.driver.channel()?,
+            call: raw::DELTA,
+        })
     }
 
     fn through(rig: &Rig<'_>, sidecar: &Sidecar) -> Self {
@@ -269,7 +315,7 @@ impl Route {
         let _inside = rig.driver.runtime.enter();
         let channel = channel_with(endpoint(), port, &rig.trusted());
         let endpoint = Endpoint::Tls(connector(&rig.trusted()), port);
-        Self { process: Some(sidecar.pid()), endpoint, channel, call: DELTA }
+        Self { sidecars: sidecar.pids(), endpoint, channel, call: DELTA }
     }
 
     async fn frames(

@@ -10,6 +10,7 @@ use crate::calls::Capability;
 use crate::harness::Driver;
 use support::cluster::Cluster;
 use support::cluster::access::{Account, rule, sidecar_rules};
+use support::cluster::nodes::{LocalAddress, Nodes, certify};
 use support::cluster::programs::{Process, Served};
 use support::cluster::sidecar::{self, AUDIENCE};
 use support::cluster::tls::{Authority, Certificate};
@@ -98,7 +99,24 @@ impl<'a> Rig<'a> {
                 self.cluster.released_sidecar(&socket, &kubeconfig, &self.certificate, flags)
             }
         };
-        Ok(Sidecar { served, account })
+        Ok(Sidecar { served, account, node: None })
+    }
+
+    /// Starts the sidecar for clients and that of a node, which serves the driver.
+    pub fn many_nodes(&self) -> Result<Sidecar> {
+        let driver_name = self.driver.call(csi::GetPluginInfoRequest {})?.name;
+        let nodes = Nodes::new(self.cluster, &self.namespace, &driver_name);
+        let name = self.cluster.unique("node");
+        let directory = self.cluster.scratch();
+        let certificate = certify(&nodes.authority, directory, &name);
+        let node = nodes.join(&name, &self.driver.socket(), &certificate);
+        for snapshot in ["base", "target"] {
+            let ready = self.cluster.wait_until_ready(&self.namespace, snapshot);
+            nodes.label(&ready, Some(&name));
+        }
+        let served = nodes.front(&self.certificate, None);
+        let Nodes { front_account: account, address, .. } = nodes;
+        Ok(Sidecar { served, account, node: Some((node, address)) })
     }
 
     /// Runs the clients' tasks for a while, such as closing connections, for which a stopping
@@ -137,9 +155,18 @@ impl<'a> Rig<'a> {
 pub struct Sidecar {
     pub served: Served,
     pub account: Account,
+    /// The sidecar of the node to which it relays, and its address.
+    node: Option<(Served, LocalAddress)>,
 }
 
 impl Sidecar {
+    /// Its own and that of a node's sidecar.
+    pub fn pids(&self) -> Vec<u32> {
+        let served =
+            [Some(&self.served), self.node.as_ref().map(|(node, _)| node)].into_iter().flatten();
+        served.map(|one| one.process.pid().as_raw() as u32).collect()
+    }
+
     pub fn pid(&self) -> u32 {
         self.served.process.pid().as_raw() as u32
     }

@@ -3,6 +3,7 @@
 //! controller runs. The nodes' address is an additional one of the loopback interface, because the API
 //! server accepts no 127.0.0.0/8 in an EndpointSlice.
 
+use std::path::Path;
 use std::process::Command;
 
 use csi_loopback::backend::PoolKind;
@@ -32,7 +33,7 @@ const SERVICE: &str = "nodes";
 const SIZE: u64 = 16 * MIB;
 
 /// The nodes' address, while it exists.
-struct LocalAddress;
+pub struct LocalAddress;
 
 impl LocalAddress {
     fn new() -> Self {
@@ -63,23 +64,6 @@ pub struct Node {
     pub driver: Driver,
 }
 
-pub struct Rig<'a> {
-    pub cluster: &'a Cluster,
-    pub namespace: String,
-    pub driver_name: String,
-    class: String,
-    node_account: Account,
-    /// Signs the certificates of the nodes.
-    pub node_authority: Authority,
-    authority: Authority,
-    /// The account of the sidecar that clients call.
-    pub front_account: Account,
-    pub backup: Account,
-    pub front: Served,
-    pub nodes: Vec<Node>,
-    _address: LocalAddress,
-}
-
 /// What the sidecar that clients call needs more than another.
 fn front_rules() -> Vec<PolicyRule> {
     let own = [
@@ -95,6 +79,123 @@ fn front_rules() -> Vec<PolicyRule> {
     sidecar_rules().into_iter().chain(own).collect()
 }
 
+/// What the sidecars of all nodes of a driver have in common.
+pub struct Nodes<'a> {
+    cluster: &'a Cluster,
+    namespace: String,
+    pub driver_name: String,
+    node_account: Account,
+    /// Signs the certificates of the nodes.
+    pub authority: Authority,
+    /// The account of the sidecar that clients call.
+    pub front_account: Account,
+    pub address: LocalAddress,
+}
+
+impl<'a> Nodes<'a> {
+    pub fn new(cluster: &'a Cluster, namespace: &str, driver_name: &str) -> Self {
+        let address = LocalAddress::new();
+        let front_account = cluster.account(namespace, "front");
+        cluster.grant(&front_account, &front_rules());
+        let node_account = cluster.account(namespace, "node");
+        let reviews = rule("authentication.k8s.io", &["tokenreviews"], &["create"]);
+        cluster.grant(&node_account, &[reviews]);
+        Self {
+            cluster,
+            namespace: namespace.to_owned(),
+            driver_name: driver_name.to_owned(),
+            node_account,
+            authority: Authority::new("nodes"),
+            front_account,
+            address,
+        }
+    }
+
+    /// Creates a Node, and starts and publishes the sidecar of the driver at this socket.
+    pub fn join(&self, node: &str, socket: &Path, certificate: &Certificate) -> Served {
+        let object = json!({ "metadata": { "name": node } });
+        self.cluster.create(&self.cluster.api::<NodeObject>(), object);
+        let sidecar = self.serve(node, socket, certificate);
+        self.publish(node, sidecar.port);
+        sidecar
+    }
+
+    /// Starts the sidecar of a node.
+    fn serve(&self, node: &str, socket: &Path, certificate: &Certificate) -> Served {
+        let front = full_name(&self.front_account);
+        let flags = ["--serve-node", node, "--front-account", &front];
+        let kubeconfig = self.cluster.kubeconfig_of(&self.node_account);
+        start(self.cluster, socket, &kubeconfig, certificate, &flags)
+    }
+
+    /// Starts the sidecar for clients. As `signer` it signs the nodes' certificates; otherwise
+    /// [`Self::authority`] does.
+    pub fn front(&self, certificate: &Certificate, signer: Option<&str>) -> Served {
+        let directory = certificate.file.parent().unwrap();
+        let ca = directory.join("nodes.crt");
+        std::fs::write(&ca, self.authority.pem()).unwrap();
+        let service = format!("{}/{SERVICE}", self.namespace);
+        let front_name = full_name(&self.front_account);
+        let flags = [
+            "--node-service",
+            &service,
+            "--driver-name",
+            &self.driver_name,
+            "--front-account",
+            &front_name,
+            "--audience",
+            AUDIENCE,
+            "--namespace",
+            &self.namespace,
+        ];
+        let node_name = full_name(&self.node_account);
+        let trust = match signer {
+            Some(signer) => vec!["--node-signer", signer, "--node-account", &node_name],
+            None => vec!["--node-ca", path(&ca)],
+        };
+        let flags = [&flags[..], &trust].concat();
+        let kubeconfig = self.cluster.kubeconfig_of(&self.front_account);
+        let nowhere = directory.join("no.sock");
+        let mut front = spawn(self.cluster, &nowhere, &kubeconfig, certificate, &flags);
+        let port = front.http_port;
+        front.process.wait_for("the front is ready", |_| {
+            http_at(port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
+        });
+        front
+    }
+
+    /// Sets the label by which a snapshot's node is known.
+    pub fn label(&self, snapshot: &Ready, node: Option<&str>) {
+        let labels = json!({ "metadata": { "labels": { MANAGED_BY: node } } });
+        let contents = self.cluster.api::<VolumeSnapshotContent>();
+        self.cluster.merge(&contents, &snapshot.content, &labels);
+    }
+
+    fn publish(&self, node: &str, port: u16) {
+        let slice = json!({
+            "metadata": { "name": node, "labels": { "kubernetes.io/service-name": SERVICE } },
+            "addressType": "IPv4",
+            "ports": [{ "name": "node", "port": port, "protocol": "TCP" }],
+            "endpoints": [
+                { "addresses": [ADDRESS], "nodeName": node, "conditions": { "ready": true } },
+            ],
+        });
+        self.cluster.create(&self.cluster.api_in::<EndpointSlice>(&self.namespace), slice);
+    }
+}
+
+/// Two nodes, and the sidecar that clients call.
+pub struct Rig<'a> {
+    pub cluster: &'a Cluster,
+    pub namespace: String,
+    class: String,
+    pub shared: Nodes<'a>,
+    authority: Authority,
+    pub backup: Account,
+    pub front: Served,
+    pub nodes: Vec<Node>,
+}
+
 impl<'a> Rig<'a> {
     /// `driver_flags` are for both drivers.
     pub fn new(cluster: &'a Cluster, driver_flags: &[&str]) -> Self {
@@ -107,81 +208,28 @@ impl<'a> Rig<'a> {
     }
 
     fn with(cluster: &'a Cluster, driver_flags: &[&str], signer: Option<&str>) -> Self {
-        let address = LocalAddress::new();
         let driver_name = format!("{}.csi.local", cluster.unique("many"));
         let namespace = cluster.namespace("apps");
         let class = cluster.snapshot_class(&driver_name, &[]);
-        let (node_authority, authority) = (Authority::new("nodes"), Authority::new("front"));
-        let front_account = cluster.account(&namespace, "front");
-        cluster.grant(&front_account, &front_rules());
-        let node_account = cluster.account(&namespace, "node");
-        let reviews = rule("authentication.k8s.io", &["tokenreviews"], &["create"]);
-        cluster.grant(&node_account, &[reviews]);
+        let shared = Nodes::new(cluster, &namespace, &driver_name);
+        let authority = Authority::new("front");
         let nodes: Vec<_> = ["node-a", "node-b"]
             .map(|name| {
                 let name = cluster.unique(name);
                 let flags = [&["--driver-name", &driver_name], driver_flags].concat();
                 let driver = Driver::with(PoolKind::Reflink, &flags);
-                let certificate = certify(&node_authority, &driver, &name);
-                let accounts = [&node_account, &front_account];
-                let sidecar = serve(cluster, &driver, &name, &certificate, accounts);
-                cluster
-                    .create(&cluster.api::<NodeObject>(), json!({ "metadata": { "name": name } }));
+                let certificate = certify(&shared.authority, driver.scratch(), &name);
+                let sidecar = shared.join(&name, &driver.socket(), &certificate);
                 Node { name, certificate, sidecar, driver }
             })
             .into_iter()
             .collect();
-        for node in &nodes {
-            publish(cluster, &namespace, &node.name, node.sidecar.port);
-        }
-        let directory = nodes[0].driver.scratch();
-        let ca = directory.join("nodes.crt");
-        std::fs::write(&ca, node_authority.pem()).unwrap();
-        let certificate = authority.certify(directory, "front");
-        let service = format!("{namespace}/{SERVICE}");
-        let front_name = full_name(&front_account);
-        let flags = [
-            "--node-service",
-            &service,
-            "--driver-name",
-            &driver_name,
-            "--front-account",
-            &front_name,
-            "--audience",
-            AUDIENCE,
-            "--namespace",
-            &namespace,
-        ];
-        let node_name = full_name(&node_account);
-        let trust = match signer {
-            Some(signer) => vec!["--node-signer", signer, "--node-account", &node_name],
-            None => vec!["--node-ca", path(&ca)],
-        };
-        let flags = [&flags[..], &trust].concat();
-        let kubeconfig = cluster.kubeconfig_of(&front_account);
-        let nowhere = directory.join("no.sock");
-        let mut front = spawn(cluster, &nowhere, &kubeconfig, &certificate, &flags);
-        let port = front.http_port;
-        front.process.wait_for("the front is ready", |_| {
-            http_at(port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
-        });
+        let certificate = authority.certify(nodes[0].driver.scratch(), "front");
+        let front = shared.front(&certificate, signer);
         let backup = cluster.account(&namespace, "backup");
         let readable = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
         cluster.grant_in(&namespace, &backup, &[readable]);
-        Self {
-            cluster,
-            namespace,
-            driver_name,
-            class,
-            node_account,
-            node_authority,
-            authority,
-            front_account,
-            backup,
-            front,
-            nodes,
-            _address: address,
-        }
+        Self { cluster, namespace, class, shared, authority, backup, front, nodes }
     }
 
     /// A volume on a node, and a snapshot before and after a change of these blocks: `NAME-0` and
@@ -202,32 +250,20 @@ impl<'a> Rig<'a> {
             let made = self.cluster.snapshot_with_status(
                 &self.namespace,
                 &name,
-                &self.driver_name,
+                &self.shared.driver_name,
                 &self.class,
                 &handle,
             );
-            self.label(&made, Some(&self.nodes[node].name));
+            self.shared.label(&made, Some(&self.nodes[node].name));
             made
         })
-    }
-
-    /// Sets the label by which a snapshot's node is known.
-    pub fn label(&self, snapshot: &Ready, node: Option<&str>) {
-        let labels = json!({ "metadata": { "labels": { MANAGED_BY: node } } });
-        self.cluster.merge(
-            &self.cluster.api::<VolumeSnapshotContent>(),
-            &snapshot.content,
-            &labels,
-        );
     }
 
     /// Starts the sidecar of a node again, with its current certificate. Returns its port.
     pub fn restart_sidecar(&mut self, node: usize) -> u16 {
         let node = &mut self.nodes[node];
         node.sidecar.process.stop();
-        let accounts = [&self.node_account, &self.front_account];
-        let Node { name, certificate, driver, .. } = node;
-        node.sidecar = serve(self.cluster, driver, name, certificate, accounts);
+        node.sidecar = self.shared.serve(&node.name, &node.driver.socket(), &node.certificate);
         node.sidecar.port
     }
 
@@ -239,7 +275,7 @@ impl<'a> Rig<'a> {
             self.cluster.delete(&slices, name);
         }
         if let Some(port) = port {
-            publish(self.cluster, &self.namespace, name, port);
+            self.shared.publish(name, port);
         }
     }
 
@@ -269,35 +305,13 @@ impl<'a> Rig<'a> {
     }
 }
 
-/// Starts the sidecar of a node. `accounts`: its own, and that of the only caller.
-fn serve(
-    cluster: &Cluster,
-    driver: &Driver,
-    node: &str,
-    certificate: &Certificate,
-    [own, front]: [&Account; 2],
-) -> Served {
-    let flags = ["--serve-node", node, "--front-account", &full_name(front)];
-    start(cluster, &driver.socket(), &cluster.kubeconfig_of(own), certificate, &flags)
-}
-
 fn full_name(account: &Account) -> String {
     format!("{}/{}", account.namespace, account.name)
 }
 
 /// A certificate for the node's name.
-pub fn certify(authority: &Authority, driver: &Driver, name: &str) -> Certificate {
+pub fn certify(authority: &Authority, directory: &Path, name: &str) -> Certificate {
     let now = std::time::SystemTime::now();
     let hour = std::time::Duration::from_secs(3600);
-    authority.certify_span(driver.scratch(), name, name, now - hour..now + hour)
-}
-
-fn publish(cluster: &Cluster, namespace: &str, node: &str, port: u16) {
-    let slice = json!({
-        "metadata": { "name": node, "labels": { "kubernetes.io/service-name": SERVICE } },
-        "addressType": "IPv4",
-        "ports": [{ "name": "node", "port": port, "protocol": "TCP" }],
-        "endpoints": [{ "addresses": [ADDRESS], "nodeName": node, "conditions": { "ready": true } }],
-    });
-    cluster.create(&cluster.api_in::<EndpointSlice>(namespace), slice);
+    authority.certify_span(directory, name, name, now - hour..now + hour)
 }

@@ -6,7 +6,7 @@
 //! list all objects for each lookup and therefore reuses a list for some seconds.
 
 use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::pin::pin;
@@ -23,7 +23,7 @@ use tokio::sync::{Mutex, watch};
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 
-use super::cached::Cached;
+use super::cached::{Cached, Kept};
 use super::client::{WATCH, within};
 use telemetry::shutdown::Shutdown;
 
@@ -78,7 +78,7 @@ impl From<&Client> for Clients {
 }
 
 /// The objects of one watch. Clones share them.
-pub struct Cache<K> {
+pub struct Cache<K: Cached> {
     state: Arc<RwLock<State<K>>>,
     index: Index<K>,
     of: Of<K>,
@@ -101,7 +101,7 @@ impl<K> Listed<K> {
     }
 }
 
-impl<K: Clone> Clone for Cache<K> {
+impl<K: Cached> Clone for Cache<K> {
     fn clone(&self) -> Self {
         let Self { state, index, of, all, listed, changes } = self;
         Self {
@@ -115,11 +115,16 @@ impl<K: Clone> Clone for Cache<K> {
     }
 }
 
-#[derive(Debug)]
-struct State<K> {
+struct State<K: Cached> {
     live: bool,
-    objects: HashMap<Key, Arc<K>>,
-    indexed: HashMap<String, BTreeSet<Key>>,
+    objects: HashMap<Arc<Key>, K::Kept>,
+    indexed: HashMap<Box<str>, Vec<Arc<Key>>>,
+}
+
+impl<K: Cached> Default for State<K> {
+    fn default() -> Self {
+        Self { live: false, objects: HashMap::new(), indexed: HashMap::new() }
+    }
 }
 
 impl<K: Cached> Cache<K> {
@@ -143,8 +148,7 @@ impl<K: Cached> Cache<K> {
         index: Index<K>,
         shutdown: Shutdown,
     ) -> Self {
-        let state = State { live: false, objects: HashMap::new(), indexed: HashMap::new() };
-        let (state, changes) = (Arc::new(RwLock::new(state)), watch::Sender::new(0));
+        let (state, changes) = (Arc::default(), watch::Sender::new(0));
         let listed = Arc::new(Mutex::new(None));
         let cache = Self { state, index, of: Arc::new(of), all, listed, changes };
         tokio::spawn(cache.clone().follow(watched, bounded(select), shutdown));
@@ -155,7 +159,10 @@ impl<K: Cached> Cache<K> {
     /// running.
     pub fn cached(&self, key: &Key) -> Option<Option<Arc<K>>> {
         let state = self.read();
-        state.live.then(|| state.objects.get(key).cloned())
+        match state.objects.get(key).filter(|_| state.live) {
+            Some(kept) => kept.object().map(Some),
+            None => state.live.then_some(None),
+        }
     }
 
     /// The object, from the watch or else from the API server.
@@ -176,21 +183,18 @@ impl<K: Cached> Cache<K> {
     /// The watch's objects with this value of the index. `None` while the watch is not running.
     pub fn cached_with(&self, value: &str) -> Option<Vec<Arc<K>>> {
         let state = self.read();
-        let keys = state.indexed.get(value).into_iter().flatten();
-        state.live.then(|| keys.filter_map(|key| state.objects.get(key).cloned()).collect())
+        state.live.then(|| state.with(value))
     }
 
     /// The number of objects that [`Cache::cached_with`] returns.
     pub fn count_with(&self, value: &str) -> Option<usize> {
         let state = self.read();
-        state.live.then(|| state.indexed.get(value).map_or(0, BTreeSet::len))
+        state.live.then(|| state.indexed.get(value).map_or(0, Vec::len))
     }
 
     /// Like [`Cache::cached_with`], but also after the watch broke: then from its last report.
     pub fn last_cached_with(&self, value: &str) -> Vec<Arc<K>> {
-        let state = self.read();
-        let keys = state.indexed.get(value).into_iter().flatten();
-        keys.filter_map(|key| state.objects.get(key).cloned()).collect()
+        self.read().with(value)
     }
 
     /// The objects with this value of the index, from the watch or else from the API server.
@@ -246,7 +250,7 @@ impl<K: Cached> Cache<K> {
     /// All objects. `None` while the watch is not running.
     pub fn all(&self) -> Option<Vec<Arc<K>>> {
         let state = self.read();
-        state.live.then(|| state.objects.values().cloned().collect())
+        state.live.then(|| state.objects.values().filter_map(Kept::object).collect())
     }
 
     /// Whether the watch is running.
@@ -282,17 +286,12 @@ impl<K: Cached> Cache<K> {
     /// Applies the events of one watch until it breaks.
     async fn watch(&self, watched: &Api<K>, select: &watcher::Config) -> watcher::Error {
         let mut events = pin!(watcher::watcher(watched.clone(), select.clone()));
-        let mut listed = Vec::new();
+        let mut listed = State::default();
         loop {
             match events.next().await {
-                Some(Ok(Event::Init)) => listed.clear(),
-                Some(Ok(Event::InitApply(mut object))) => {
-                    object.shrink();
-                    listed.push(object);
-                }
-                Some(Ok(Event::InitDone)) => {
-                    self.replace(std::mem::take(&mut listed));
-                }
+                Some(Ok(Event::Init)) => listed = State::default(),
+                Some(Ok(Event::InitApply(object))) => listed.put(object, self.index),
+                Some(Ok(Event::InitDone)) => self.replace(std::mem::take(&mut listed)),
                 Some(Ok(Event::Apply(object))) => self.put(object),
                 Some(Ok(Event::Delete(object))) => self.remove(&key(&object)),
                 Some(Err(error)) => return error,
@@ -301,15 +300,9 @@ impl<K: Cached> Cache<K> {
         }
     }
 
-    fn replace(&self, objects: Vec<K>) {
-        let mut state = self.write();
-        state.objects.clear();
-        state.indexed.clear();
-        for object in objects {
-            state.put(object, self.index);
-        }
-        state.live = true;
-        drop(state);
+    fn replace(&self, listed: State<K>) {
+        // Dropped when readers can go on.
+        let _former = std::mem::replace(&mut *self.write(), State { live: true, ..listed });
         self.changed();
     }
 
@@ -339,19 +332,24 @@ impl<K: Cached> Cache<K> {
 impl<K: Cached> State<K> {
     fn put(&mut self, mut object: K, index: Index<K>) {
         object.shrink();
-        let key = key(&object);
+        let key = Arc::new(key(&object));
         self.remove(&key, index);
         if let Some(value) = index(&object) {
-            self.indexed.entry(value.into_owned()).or_default().insert(key.clone());
+            self.indexed.entry(value.into()).or_default().push(key.clone());
         }
-        self.objects.insert(key, Arc::new(object));
+        self.objects.insert(key, K::Kept::of(object));
+    }
+
+    fn with(&self, value: &str) -> Vec<Arc<K>> {
+        let keys = self.indexed.get(value).into_iter().flatten();
+        keys.filter_map(|key| self.objects.get(key)?.object()).collect()
     }
 
     fn remove(&mut self, key: &Key, index: Index<K>) {
-        let Some(object) = self.objects.remove(key) else { return };
+        let Some(object) = self.objects.remove(key).and_then(|kept| kept.object()) else { return };
         let Some(value) = index(&object) else { return };
         if let Some(keys) = self.indexed.get_mut(&*value) {
-            keys.remove(key);
+            keys.retain(|one| **one != *key);
             if keys.is_empty() {
                 self.indexed.remove(&*value);
             }

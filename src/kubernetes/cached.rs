@@ -2,11 +2,15 @@
 //! watches: in annotations, labels, names of owners, or texts of the spec. So a cache keeps only
 //! what its readers use, and of texts that a tenant writes only those that can be valid.
 
+use std::marker::PhantomData;
+use std::sync::Arc;
+
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::PartialObjectMeta;
+use serde::Serialize;
 
 use super::cache::Object;
 use super::driver_discovery::DriverDiscovery;
@@ -43,8 +47,47 @@ const MAX_ERROR: usize = 1024;
 
 /// An object that a cache can hold.
 pub trait Cached: Object {
+    /// The form in which a cache holds it.
+    type Kept: Kept<Self>;
+
     /// Removes what no reader of a cache uses.
     fn shrink(&mut self);
+}
+
+/// A form of an object in a cache.
+pub trait Kept<K>: Send + Sync + 'static {
+    fn of(object: K) -> Self;
+
+    /// `None` if it is unusable; then the API server is queried.
+    fn object(&self) -> Option<Arc<K>>;
+}
+
+impl<K: Object> Kept<K> for Arc<K> {
+    fn of(object: K) -> Self {
+        Self::new(object)
+    }
+
+    fn object(&self) -> Option<Self> {
+        Some(self.clone())
+    }
+}
+
+/// An object as JSON. Decoded it takes several times the memory: each map of labels alone has half a
+/// kilobyte. For kinds with many objects, of which few are read.
+pub struct Encoded<K> {
+    json: Box<[u8]>,
+    kind: PhantomData<fn() -> K>,
+}
+
+impl<K: Object + Serialize> Kept<K> for Encoded<K> {
+    fn of(object: K) -> Self {
+        let json = serde_json::to_vec(&object).unwrap_or_default().into_boxed_slice();
+        Self { json, kind: PhantomData }
+    }
+
+    fn object(&self) -> Option<Arc<K>> {
+        serde_json::from_slice(&self.json).ok().map(Arc::new)
+    }
 }
 
 /// Keeps identity, version, times and finalizers, and of the rest these annotations and labels.
@@ -76,6 +119,8 @@ fn keep_name(name: &mut Option<String>) {
 }
 
 impl Cached for VolumeSnapshot {
+    type Kept = Encoded<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[CHANGE_ID], &[]);
         if let Some(annotations) = &mut self.metadata.annotations {
@@ -92,6 +137,8 @@ impl Cached for VolumeSnapshot {
 }
 
 impl Cached for VolumeSnapshotContent {
+    type Kept = Encoded<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[DELETION_NAME_KEY, DELETION_NAMESPACE_KEY], &[MANAGED_BY]);
         if let Some(status) = &mut self.status {
@@ -101,12 +148,16 @@ impl Cached for VolumeSnapshotContent {
 }
 
 impl Cached for VolumeSnapshotClass {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[DEFAULT_CLASS], &[]);
     }
 }
 
 impl Cached for SnapshotSessionRequest {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         // The controller writes them back without its own.
         let finalizers = self.metadata.finalizers.take();
@@ -116,30 +167,40 @@ impl Cached for SnapshotSessionRequest {
 }
 
 impl Cached for PartialObjectMeta<SnapshotSessionRequest> {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[]);
     }
 }
 
 impl Cached for SnapshotSessionData {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[]);
     }
 }
 
 impl Cached for SnapshotServiceConfiguration {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[DRIVER_LABEL]);
     }
 }
 
 impl Cached for SnapshotMetadataService {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[]);
     }
 }
 
 impl Cached for DriverDiscovery {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[]);
         self.status = None;
@@ -147,6 +208,8 @@ impl Cached for DriverDiscovery {
 }
 
 impl Cached for ConfigMap {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[]);
         self.binary_data = None;
@@ -154,6 +217,8 @@ impl Cached for ConfigMap {
 }
 
 impl Cached for Namespace {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[ENFORCE, WARN]);
         (self.spec, self.status) = (None, None);
@@ -161,12 +226,16 @@ impl Cached for Namespace {
 }
 
 impl Cached for CSIDriver {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[PROFILE]);
     }
 }
 
 impl Cached for EndpointSlice {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[SERVICE]);
         for endpoint in &mut self.endpoints {
@@ -181,6 +250,8 @@ impl Cached for EndpointSlice {
 }
 
 impl Cached for PodCertificateRequest {
+    type Kept = Arc<Self>;
+
     fn shrink(&mut self) {
         keep(&mut self.metadata, &[], &[]);
         // A signer reads whether there are any.
@@ -198,6 +269,8 @@ impl Cached for PodCertificateRequest {
 }
 
 impl Cached for Pod {
+    type Kept = Arc<Self>;
+
     /// The type has only fields that are used.
     fn shrink(&mut self) {}
 }
@@ -235,7 +308,10 @@ mod tests {
             let in_one = [&metadata.annotations, &metadata.labels];
             assert!(in_one.iter().any(|all| all.as_ref().unwrap().contains_key(*name)), "{name}");
         }
-        serde_json::to_vec(&object).unwrap().len()
+        let json = serde_json::to_value(&object).unwrap();
+        let kept = K::Kept::of(object).object().unwrap();
+        assert_eq!(serde_json::to_value(&*kept).unwrap(), json, "a cache changes the object");
+        json.to_string().len()
     }
 
     #[test]

@@ -4,7 +4,7 @@
 # and figures.json to DIR (target/bench). All other files are removed, also when the run is
 # interrupted.
 #
-# ROW       idle delta snapshot large sizes stream memory sidecar abuse pods proxy extents catalog
+# ROW       idle delta snapshot large sizes stream memory sidecar abuse scale pods proxy extents catalog
 #           fio writers volumes databases month changes backup repository (all)
 # --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
 #           not meaningful
@@ -14,8 +14,8 @@
 #                   same reads
 # CSI_LOOPBACK_S3   path of gofakes3, an S3 server for the row repository. By default it is built. If that
 #                   fails, the row gives the reason
-# CSI_LOOPBACK_KUBERNETES  directory of the tools for the rows sidecar, abuse and pods: API server, released sidecar, … By
-#                   default they are built. If that fails, the row gives the reason
+# CSI_LOOPBACK_KUBERNETES  directory of the tools for the rows sidecar, abuse, scale and pods: API server, released
+#                   sidecar, … By default they are built. If that fails, the row gives the reason
 # PostgreSQL        measured by the row databases if it is installed (Debian: postgresql)
 # TMPDIR            directory of the pools: up to 35 GB, on the disk to measure
 #
@@ -68,7 +68,7 @@ if [[ -z ${CSI_LOOPBACK_S3:-} ]] && found=$(go_tool gofakes3); then
 fi
 
 # Built here, so that the progress is visible. The row reports a failure.
-if [[ ${#rows[@]} == 0 || " ${rows[*]} " =~ " "(sidecar|abuse|pods)" " ]]; then
+if [[ ${#rows[@]} == 0 || " ${rows[*]} " =~ " "(sidecar|abuse|scale|pods)" " ]]; then
     kubernetes_tools >/dev/null || true
 fi
 

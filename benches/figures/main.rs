@@ -43,7 +43,7 @@ impl Options {
 /// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 21] = [
+const ROWS: [(&str, Measure); 22] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -53,6 +53,7 @@ const ROWS: [(&str, Measure); 21] = [
     ("memory", rows::memory::streaming),
     ("sidecar", rows::sidecar::measure),
     ("abuse", rows::sidecar::abuse),
+    ("scale", rows::sidecar::scale),
     ("pods", rows::pods::measure),
     ("proxy", rows::proxy::measure),
     ("extents", rows::extents::measure),

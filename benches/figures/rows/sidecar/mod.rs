@@ -1,11 +1,12 @@
 //! The sidecar compared with the released one, with a real API server: throughput and cost of
-//! streams (`relay`), the rate of short requests (`requests`), and floods and frozen connections
-//! (`abuse`).
+//! streams (`relay`), the rate of short requests (`requests`), floods and frozen connections
+//! (`abuse`), and many snapshot objects (`scale`).
 
 mod abuse;
 mod relay;
 mod requests;
 mod rig;
+mod scale;
 
 use std::thread;
 
@@ -34,6 +35,10 @@ fn extents(options: Options) -> u64 {
 
 pub fn abuse(options: Options, report: &mut Report) -> Result<()> {
     with_rig("abuse", options, report, 1000, abuse::measure)
+}
+
+pub fn scale(options: Options, report: &mut Report) -> Result<()> {
+    with_rig("scale", options, report, 1000, scale::measure)
 }
 
 fn with_rig(

@@ -105,7 +105,8 @@ impl<'a> Rig<'a> {
     /// Starts the sidecar for clients and that of a node, which serves the driver.
     pub fn many_nodes(&self) -> Result<Sidecar> {
         let driver_name = self.driver.call(csi::GetPluginInfoRequest {})?.name;
-        let nodes = Nodes::new(self.cluster, &self.namespace, &driver_name);
+        let namespace = self.cluster.namespace("nodes");
+        let nodes = Nodes::new(self.cluster, &namespace, &driver_name);
         let name = self.cluster.unique("node");
         let directory = self.cluster.scratch();
         let certificate = certify(&nodes.authority, directory, &name);

@@ -4,6 +4,7 @@ use std::fs;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
+use csi_loopback::kubernetes::cbt_http::{Page, ProblemKind};
 use csi_loopback::kubernetes::pod_certificate::{
     DENIED, ISSUED, PodCertificateRequest, PodCertificateRequestStatus,
 };
@@ -15,6 +16,7 @@ use nix::sys::signal::Signal;
 use rcgen::{CertificateParams, KeyPair};
 use serde_json::json;
 use support::BLOCK;
+use support::cluster::cbt_http::{caller_rules, page_request};
 use support::cluster::nodes::{Rig, certify};
 use support::cluster::shared;
 use support::cluster::sidecar::{AUDIENCE, channel_to, http};
@@ -48,6 +50,38 @@ fn each_snapshot_is_answered_by_the_node_that_holds_it() {
     let [[other, _], [_, target]] = &histories;
     let mixed = rig.delta(&[other.clone(), target.clone()]);
     assert!(rig.ask(mixed).is_err());
+}
+
+#[test]
+fn pages_come_from_the_node_that_holds_the_snapshot() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster, &[]);
+    let caller = cluster.account(&rig.namespace, "aggregated-api");
+    cluster.grant(&caller, &caller_rules());
+    let driver = rig.shared.driver_name.clone();
+    let blocks: [&[u64]; 2] = [&[1, 5, 9], &[2, 1000]];
+    for node in [0, 1] {
+        let [base, target] = rig.history(node, &format!("data-{node}"), blocks[node]);
+        let page = |base: &str, offset, limit| {
+            rig.page(&caller, &page_request(&driver, base, &target.handle, offset, limit)).page()
+        };
+        let numbers = |page: Page| page.changed_blocks.into_iter().map(|it| it.offset).collect();
+        for base in [&base.handle[..], ""] {
+            let found: Vec<u64> = numbers(page(base, 0, 100));
+            assert_eq!(found, blocks[node], "{base}");
+        }
+        let first = page(&base.handle, 0, 1);
+        assert_eq!(first.next, Some(blocks[node][1]));
+        let rest: Vec<u64> = numbers(page(&base.handle, blocks[node][1], 100));
+        assert_eq!(rest, blocks[node][1..]);
+    }
+    let unknown = rig.page(&caller, &page_request(&driver, "", "snap-x", 0, 1)).problem();
+    assert_eq!(unknown.code.as_deref(), Some("NOT_FOUND"), "{unknown:?}");
+    let [_, target] = rig.history(0, "more", &[3]);
+    rig.nodes[0].sidecar.process.stop();
+    let away = rig.page(&caller, &page_request(&driver, "", &target.handle, 0, 1)).problem();
+    assert_eq!(away.kind, ProblemKind::Unavailable, "{away:?}");
+    assert!(away.message.contains(&rig.nodes[0].name), "{away:?}");
 }
 
 #[test]

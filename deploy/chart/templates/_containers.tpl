@@ -161,7 +161,9 @@
   - --cbt-http
   - --cbt-http-port=8443
   - --cbt-http-service-address=csi-loopback-cbt-http.$(POD_NAMESPACE).svc:443
+{{- if not .Values.distributed.enabled }}
   - --cbt-http-lease=csi-loopback-cbt-http
+{{- end }}
 {{- end }}
   env:
   - name: POD_NAMESPACE
@@ -190,7 +192,7 @@
 {{- end }}
   readinessProbe:
     httpGet:
-{{- if not .Values.aggregatedApi.enabled }}
+{{- if or .Values.distributed.enabled (not .Values.aggregatedApi.enabled) }}
       path: /health
 {{- else }}
       path: /cbt-http/leader

@@ -86,7 +86,7 @@ kubectl get clusterrole snapshot-controller-runner -o json |
     jq '.rules += [{apiGroups: [""], resources: ["nodes"], verbs: ["get", "list", "watch"]}]' | quietly kubectl replace -f -
 change_snapshot_controller '+= ["--enable-distributed-snapshotting"]'
 
-step "definitions, labels, deploy/overlays/distributed with pools of 1 GiB"
+step "definitions, labels, deploy/overlays/distributed with pools of 1 GiB, session manager, aggregated API"
 quietly kubectl apply --server-side -f deploy/crds
 kubectl get crd snapshotmetadataservices.cbt.storage.k8s.io >/dev/null 2>&1 || quietly kubectl create -f deploy/crds-upstream
 for node in "${nodes[@]}"; do quietly kubectl label --overwrite node "$node" loopback.csi.local/pool=true; done
@@ -95,6 +95,7 @@ cat >"$overlay/distributed/kustomization.yaml" <<END
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources: [$(realpath --relative-to="$overlay/distributed" deploy/overlays/distributed)]
+components: [$(realpath --relative-to="$overlay/distributed" deploy/components/cbt-http-nodes)]
 patches:
   - target: {kind: DaemonSet, name: csi-loopback\$}
     patch: |-
@@ -102,9 +103,17 @@ patches:
       - {op: add, path: /spec/template/spec/containers/3/args/-, value: --pool=image}
       - {op: add, path: /spec/template/spec/containers/3/args/-, value: --pool-size=1Gi}
       - {op: add, path: /spec/template/spec/containers/3/args/-, value: --overcommit=4}
+      # The first stream of each driver pauses, longer than sidecars drain.
+      - {op: add, path: /spec/template/spec/containers/3/args/-, value: --enable-faults}
+      - {op: add, path: /spec/template/spec/containers/3/args/-, value: "--fault=stream-stall,after=1,for=40s,times=1"}
 END
 quietly kubectl apply --server-side -k "$overlay/distributed"
+quietly kubectl apply --server-side -k deploy/session-manager
+quietly kubectl apply --server-side -k deploy/aggregated-api
 rollout csi-loopback daemonset/csi-loopback daemonset/csi-loopback-node-metadata deployment/csi-loopback-metadata
+rollout csi-loopback-sessions deployment/csi-loopback-session-manager
+rollout csi-loopback-aggregated deployment/csi-loopback-aggregated-api
+await condition=EndpointReachable driverdiscovery/loopback.csi.local
 # On a node that stays.
 sed 's/^  serviceAccountName: client$/&\n  nodeName: node/' hack/e2e/client.yaml | apply
 quietly kubectl create namespace "$namespace"
@@ -122,12 +131,43 @@ for node in "${nodes[@]}"; do
         "$(kubectl get volumesnapshotcontent "$content" -o jsonpath='{.metadata.labels.snapshot\.storage\.kubernetes\.io/managed-by}')"
 done
 
+step "a rolling restart of fronts and nodes under open streams: each is complete, and no other call fails"
+streams=()
+for node in "${nodes[@]}"; do
+    delta "data-$node" >"$work/$node" &
+    streams+=($!)
+done
+fronts() { kubectl -n csi-loopback get pods --selector app.kubernetes.io/component=metadata -o jsonpath='{range .items[*]}{.status.podIP}{"\n"}{end}'; }
+open_streams() {
+    local front
+    for front in $(fronts); do in_network curl --silent --fail "http://$front:8080/metrics"; done |
+        awk '/^csi_loopback_sidecar_streams_open / { sum += $2 } END { print sum }'
+}
+all_are_open() { [[ $(open_streams) == "${#nodes[@]}" ]]; }
+eventually all_are_open
+# The fronts are on nodes that stay.
+quietly kubectl cordon node-3
+quietly kubectl -n csi-loopback rollout restart deployment/csi-loopback-metadata daemonset/csi-loopback-node-metadata
+ends=$((SECONDS + 20)) calls=0
+while ((SECONDS < ends)); do
+    for node in "${nodes[@]}"; do (($(delta "data-$node") > 0)); done
+    calls=$((calls + 3))
+done
+rollout csi-loopback deployment/csi-loopback-metadata daemonset/csi-loopback-node-metadata
+quietly kubectl uncordon node-3
+for stream in "${streams[@]}"; do wait "$stream"; done
+for node in "${nodes[@]}"; do equal "extents of data-$node" "$(delta "data-$node")" "$(<"$work/$node")"; done
+step "$calls other calls succeeded"
+
 step "deltas of all nodes at either front"
-mapfile -t fronts < <(kubectl -n csi-loopback get pods --selector app.kubernetes.io/component=metadata -o jsonpath='{range .items[*]}{.status.podIP}{"\n"}{end}')
-equal "number of fronts" 2 "${#fronts[@]}"
-for front in "${fronts[@]}"; do
+mapfile -t addresses < <(fronts)
+equal "number of fronts" 2 "${#addresses[@]}"
+for front in "${addresses[@]}"; do
     for node in "${nodes[@]}"; do (($(delta "data-$node" --address "$front:50051") > 0)); done
 done
+
+step "the same by SnapshotMetadata, sessions and the aggregated API"
+for node in "${nodes[@]}"; do [[ -n $(extents delta "data-$node-1" "data-$node-2") ]]; done
 
 step "intruders at a node: no token, a forged one, of a user, of another node, of the front for clients; and the right one"
 driver=loopback.csi.local
@@ -162,25 +202,12 @@ await condition=Ready -n "$namespace" pod/placed
 equal "node of the pod placed" node-3 "$(kubectl -n "$namespace" get pod placed -o jsonpath='{.spec.nodeName}')"
 for name in filler-node filler-node-2 placed; do discard -n "$namespace" "pod/$name" "pvc/$name"; done
 
-step "a rolling restart of fronts and nodes: no call fails"
-# The fronts are on nodes that stay.
-quietly kubectl cordon node-3
-quietly kubectl -n csi-loopback rollout restart deployment/csi-loopback-metadata daemonset/csi-loopback-node-metadata
-ends=$((SECONDS + 20)) calls=0
-while ((SECONDS < ends)); do
-    for node in "${nodes[@]}"; do (($(delta "data-$node") > 0)); done
-    calls=$((calls + 3))
-done
-rollout csi-loopback deployment/csi-loopback-metadata daemonset/csi-loopback-node-metadata
-step "$calls calls succeeded"
-
 step "a node without a network, and with it again"
 disconnect_node 3
 # Pings end the call within 20 s.
 refused "node node-3, which holds the snapshot, cannot be reached" delta data-node-3 --timeout 30s
 (($(delta data-node-2) > 0))
 connect_node 3
-quietly kubectl uncordon node-3
 came_back() { (($(delta data-node-3 --timeout 10s) > 0)); }
 eventually came_back
 
@@ -249,9 +276,13 @@ step "uninstall"
 delete namespace/backup-client clusterrole/e2e-client clusterrolebinding/e2e-client
 delete namespace "$namespace"
 eventually volumes_are_gone
+quietly kubectl delete --timeout="${patience}s" snapshotsessionrequests --all --all-namespaces
+delete -k deploy/session-manager
+delete apiservice v1alpha1.cbt.storage.k8s.io
+delete -k deploy/aggregated-api
 delete -k "$overlay/distributed"
 delete -k deploy/examples/mover
-delete snapshotmetadataservice,snapshotserviceconfiguration "$driver"
+delete snapshotmetadataservice,snapshotserviceconfiguration,driverdiscovery "$driver"
 delete -f deploy/crds -f deploy/crds-upstream
 change_snapshot_controller '-= ["--enable-distributed-snapshotting"]'
 end_worker 2

@@ -164,7 +164,7 @@ impl Args {
         // The others are of the sidecar that clients call.
         let is_node = self.nodes.serve_node.is_some();
         self.nodes.check(&[
-            ("--cbt-http", self.cbt_http.enabled),
+            ("--cbt-http", is_node && self.cbt_http.enabled),
             ("--session-api", is_node && self.session_api),
             ("--manage-service", is_node && self.publish.manage_service),
         ])?;
@@ -283,11 +283,10 @@ mod tests {
             assert!(error.starts_with(&flag[..flag.find(' ').unwrap_or(flag.len())]), "{error}");
         };
         let manage = "--manage-service --service-address a:1";
-        refused(front, "--cbt-http");
         for flag in ["--cbt-http", "--session-api", manage] {
             refused(node, flag);
         }
-        for allowed in [front, node, &format!("{front} --session-api {manage}")] {
+        for allowed in [front, node, &format!("{front} --session-api --cbt-http {manage}")] {
             parse(allowed).check().unwrap();
         }
         for incomplete in ["x --node-service n/s", "x --serve-node a", "x --driver-name d"] {

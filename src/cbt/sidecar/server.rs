@@ -24,7 +24,7 @@ use super::call::ConcurrencyLimit;
 use super::directory::Cluster;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
-use super::nodes::{self, NodeApi, Nodes};
+use super::nodes::{self, NodeApi, Nodes, Remote};
 use super::refusal::{Reason, Refusal};
 use super::resolve::Resolver;
 use super::secrets::SecretFinder;
@@ -83,8 +83,8 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let lookups = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let base = Base { args, namespace, kubernetes, lookups, driver, metrics, shutdown };
     let (authenticator_sender, authenticator) = watch::channel(None);
-    let apis = base.apis(authenticator).await?;
-    let pages = base.pages(&identity, &page_metrics).await?;
+    let (apis, remote) = base.apis(authenticator).await?;
+    let pages = base.pages(remote, &identity, &page_metrics).await?;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
     // The port accepts connections before the HTTP endpoint reports health.
@@ -250,19 +250,20 @@ struct Base {
 }
 
 impl Base {
+    /// The APIs, and the drivers of many nodes.
     async fn apis(
         &self,
         authenticator: watch::Receiver<Option<Authenticator>>,
-    ) -> anyhow::Result<Apis> {
+    ) -> anyhow::Result<(Apis, Option<Remote>)> {
         let mut sidecar = sidecar(&self.args, &self.driver, &self.metrics, &self.shutdown);
         let nodes = &self.args.nodes;
         if let (Some(_), Some(front)) = (&nodes.serve_node, &nodes.front_account) {
             let node = NodeApi { sidecar, authenticator, front: front.clone() };
-            return Ok(Apis { metadata: None, sessions: None, node: Some(node) });
+            return Ok((Apis { metadata: None, sessions: None, node: Some(node) }, None));
         }
-        // Pages do not need the watches.
-        if !self.args.metadata_api && !self.args.session_api {
-            return Ok(Apis { metadata: None, sessions: None, node: None });
+        // Pages of one driver do not need the watches.
+        if !self.args.metadata_api && !self.args.session_api && nodes.node_service.is_none() {
+            return Ok((Apis { metadata: None, sessions: None, node: None }, None));
         }
         let streams = self.args.max_streams as usize;
         let clients = Clients { watch: self.kubernetes.clone(), lookups: self.lookups.clone() };
@@ -271,6 +272,9 @@ impl Base {
             Nodes::start(nodes, streams, clients, namespace, &self.metrics, &self.shutdown);
         sidecar.nodes = started.await?;
         let cluster = self.cluster(authenticator);
+        let contents = &cluster.resolver.bound.contents;
+        let remote =
+            sidecar.nodes.clone().map(|nodes| Remote { nodes, contents: contents.clone() });
         let sessions = match &self.namespace {
             Some(namespace) if self.args.session_api => {
                 Some(self.sessions(namespace, &sidecar, &cluster).await?)
@@ -279,7 +283,7 @@ impl Base {
         };
         let metadata =
             self.args.metadata_api.then_some(SnapshotMetadataApi { sidecar, directory: cluster });
-        Ok(Apis { metadata, sessions, node: None })
+        Ok((Apis { metadata, sessions, node: None }, remote))
     }
 
     fn cluster(&self, authenticator: watch::Receiver<Option<Authenticator>>) -> Cluster {
@@ -326,6 +330,7 @@ impl Base {
     /// cbt-http, if enabled.
     async fn pages(
         &self,
+        remote: Option<Remote>,
         identity: &Identity,
         metrics: &cbt_http::Metrics,
     ) -> anyhow::Result<Option<cbt_http::Served>> {
@@ -334,8 +339,16 @@ impl Base {
             return Ok(None);
         };
         let Self { args, kubernetes, driver, shutdown, .. } = self;
-        let start =
-            cbt_http::Start { args, kubernetes, namespace, driver, identity, metrics, shutdown };
+        let start = cbt_http::Start {
+            args,
+            kubernetes,
+            namespace,
+            driver,
+            remote,
+            identity,
+            metrics,
+            shutdown,
+        };
         cbt_http::start(start).await.map(Some)
     }
 

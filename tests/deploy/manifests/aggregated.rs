@@ -49,7 +49,7 @@ const RIGHTS_IN_KUBE_SYSTEM: &[&str] =
     &["/configmaps[extension-apiserver-authentication] get list watch"];
 
 /// Rights that the component adds to the sidecar's.
-const RIGHTS_OF_ENDPOINT: &[&str] = &[
+pub const RIGHTS_OF_ENDPOINT: &[&str] = &[
     "cbt.storage.k8s.io/driverdiscoveries get list watch",
     "cbt.storage.k8s.io/driverdiscoveries[loopback.csi.local] create patch",
 ];
@@ -75,7 +75,7 @@ pub fn without_api_service(cluster: &Cluster) {
     delete(cluster, "apiservice", API_SERVICE);
 }
 
-fn delete(cluster: &Cluster, kind: &str, name: &str) {
+pub fn delete(cluster: &Cluster, kind: &str, name: &str) {
     stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, name]));
 }
 

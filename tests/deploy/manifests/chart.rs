@@ -90,9 +90,13 @@ type Case = (&'static [&'static str], &'static [(&'static str, &'static [&'stati
 fn the_chart_has_the_objects_of_the_kustomizations() {
     let Some(cluster) = shared() else { return };
     let Some(helm) = &go_tool("helm") else { return };
-    let cases: [Case; 11] = [
+    let cases: [Case; 12] = [
         (&[], &[("base", &[])]),
         (&["distributed.enabled=true"], &[("overlays/distributed", &[])]),
+        (
+            &["distributed.enabled=true", "aggregatedApi.enabled=true"],
+            &[("overlays/distributed", &["cbt-http-nodes"]), ("aggregated-api", &[])],
+        ),
         (&["runtime.enabled=true"], &[("runtime", &[])]),
         (&["nodeProxy.enabled=true"], &[("node-proxy", &[])]),
         (&["sessionManager.enabled=true"], &[("base", &[]), ("session-manager", &[])]),
@@ -260,7 +264,7 @@ fn the_chart_for_many_nodes_follows_its_values() {
         let zone = if name.starts_with("Deployment") { "a" } else { "b" };
         assert_eq!(pod["nodeSelector"]["zone"], zone, "{name}");
     }
-    for component in ["aggregatedApi", "certManager", "nodeProxy", "runtime", "snapshotterSecret"] {
+    for component in ["certManager", "nodeProxy", "runtime", "snapshotterSecret"] {
         let value = format!("{component}.enabled=true");
         let output = run(helm, &["template", "csi-loopback"], &[ENABLED, &value]);
         let error = String::from_utf8_lossy(&output.stderr);

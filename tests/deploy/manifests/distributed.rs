@@ -4,36 +4,33 @@ use serde_json::Value;
 use support::cluster::programs::stdout_of;
 use support::cluster::shared;
 
+use super::aggregated::{RIGHTS_OF_ENDPOINT, delete};
 use super::pods::containers;
 use super::rights::{CONTROLLER, SIDECAR, SIDECAR_AT_HOME, exactly, expand};
 use super::runtime::argument;
-use super::{NAMESPACE, account, apply, deploy};
+use super::{NAMESPACE, account, apply, deploy, overlay};
 
 const OVERLAY: &str = "overlays/distributed";
+
+/// The rights of the front in addition to those of a sidecar for one node.
+const FRONT: &[&str] = &[
+    "/nodes get",
+    "certificates.k8s.io/podcertificaterequests get list watch",
+    "certificates.k8s.io/podcertificaterequests/status patch",
+    "certificates.k8s.io/signers[loopback.csi.local/node] sign",
+];
+const FRONT_AT_HOME: &[&str] = &[
+    "/secrets[csi-loopback-nodes-ca] get update",
+    "/serviceaccounts/token[csi-loopback-front] create",
+    "discovery.k8s.io/endpointslices get list watch",
+];
 
 #[test]
 fn front_and_nodes_have_exactly_the_rights_of_the_list() {
     let Some(cluster) = shared() else { return };
     stdout_of(apply(cluster, &deploy(OVERLAY)));
-    let everywhere = [
-        SIDECAR,
-        &[
-            "/nodes get",
-            "certificates.k8s.io/podcertificaterequests get list watch",
-            "certificates.k8s.io/podcertificaterequests/status patch",
-            "certificates.k8s.io/signers[loopback.csi.local/node] sign",
-        ],
-    ]
-    .concat();
-    let at_home = [
-        SIDECAR_AT_HOME,
-        &[
-            "/secrets[csi-loopback-nodes-ca] get update",
-            "/serviceaccounts/token[csi-loopback-front] create",
-            "discovery.k8s.io/endpointslices get list watch",
-        ],
-    ]
-    .concat();
+    let everywhere = [SIDECAR, FRONT].concat();
+    let at_home = [SIDECAR_AT_HOME, FRONT_AT_HOME].concat();
     let controller_at_home = [
         "/pods get",
         "coordination.k8s.io/leases get list watch create update patch",
@@ -55,6 +52,17 @@ fn front_and_nodes_have_exactly_the_rights_of_the_list() {
         ],
     );
     assert!(expand(&node_sidecar).len() == 1, "a node's token verifies tokens and nothing else");
+
+    stdout_of(apply(cluster, &overlay(cluster, OVERLAY, "cbt-http-nodes")));
+    let with_pages = [&everywhere[..], RIGHTS_OF_ENDPOINT].concat();
+    exactly(
+        cluster,
+        &[(&front, NAMESPACE, &with_pages, &at_home), (&front, "default", &with_pages, &[])],
+    );
+    // Other tests expect the state without it.
+    for kind in ["clusterrolebinding", "clusterrole"] {
+        delete(cluster, kind, "csi-loopback-cbt-http");
+    }
 }
 
 #[test]

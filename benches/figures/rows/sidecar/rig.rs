@@ -115,7 +115,7 @@ impl<'a> Rig<'a> {
             let ready = self.cluster.wait_until_ready(&self.namespace, snapshot);
             nodes.label(&ready, Some(&name));
         }
-        let served = nodes.front(&self.certificate, None);
+        let served = nodes.front(&self.certificate, None, &[]);
         let Nodes { front_account: account, address, .. } = nodes;
         Ok(Sidecar { served, account, node: Some((node, address)) })
     }

@@ -1,7 +1,8 @@
 //! cbt-http (KEP-3314, VolumeSnapshotDelta): serves pages of changed blocks over HTTPS to the
 //! aggregated API server, with the protocol of [`kubernetes::cbt_http`]. One of several
 //! replicas leads and serves pages; the others refuse them and fail their readiness probe
-//! ([`LEADER_PATH`]).
+//! ([`LEADER_PATH`]). In front of many nodes all replicas serve pages: each driver is called by one
+//! sidecar at most, that of its node.
 //!
 //! Pages come from the driver's SnapshotMetadata service ([`streamed`]), or from ListSnapshotDeltas
 //! if the driver lacks that service ([`listed`]). No state is kept between pages.
@@ -26,6 +27,7 @@ use tokio::task::JoinHandle;
 use self::routes::{KnownDriver, PageServer};
 use super::call::ConcurrencyLimit;
 use super::driver_link::{Driver, DriverLink};
+use super::nodes::Remote;
 use kubernetes::https::{self, Bounds};
 use kubernetes::leader::{Election, candidate_name};
 use kubernetes::review::Reviewer;
@@ -52,6 +54,8 @@ pub struct Start<'a> {
     /// Namespace of the sidecar and of the lease.
     pub namespace: &'a str,
     pub driver: &'a DriverLink,
+    /// The drivers of many nodes, instead.
+    pub remote: Option<Remote>,
     pub identity: &'a Identity,
     pub metrics: &'a Metrics,
     pub shutdown: &'a Shutdown,
@@ -70,11 +74,13 @@ pub struct Served {
 /// # Errors
 /// The port is in use, or a value of a flag cannot be used.
 pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
-    let Start { args, driver, identity, metrics, shutdown, .. } = start;
+    let candidate = candidate(&start)?;
+    let Start { args, driver, remote, identity, metrics, shutdown, .. } = start;
     // A separate rate limit: many invalid tokens do not delay other calls to the API server.
     let review_client = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let server = Arc::new(PageServer {
         driver: driver.clone(),
+        remote,
         reviewer: Reviewer::new(review_client, args.review_cache_ttl),
         known: OnceLock::new(),
         requests: ConcurrencyLimit::new(REQUESTS),
@@ -90,7 +96,7 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls, identity.certificates.clone(), tls::HTTPS)?;
     let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
-    let election = tokio::spawn(elect(server.clone(), candidate(&start)?, shutdown.clone()));
+    let election = tokio::spawn(elect(server.clone(), candidate, shutdown.clone()));
     let routes = routes::routes(server.clone());
     tracing::info!(%address, "serving cbt-http");
     let leads: HealthCheck = Arc::new(move || server.is_ready());
@@ -104,23 +110,26 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     Ok(Served { leads, task })
 }
 
-/// Creates the election for a driver of this name.
+/// Creates the election for a driver of this name; none in front of many nodes.
 type Candidate = Box<dyn FnOnce(&str) -> Election + Send>;
 
-fn candidate(start: &Start<'_>) -> anyhow::Result<Candidate> {
+fn candidate(start: &Start<'_>) -> anyhow::Result<Option<Candidate>> {
+    if start.remote.is_some() {
+        return Ok(None);
+    }
     let args = start.args.cbt_http.clone();
     let identity = candidate_name("sidecar")?;
     let leases: Api<Lease> = Api::namespaced(start.kubernetes.clone(), start.namespace);
-    Ok(Box::new(move |driver| Election {
+    Ok(Some(Box::new(move |driver| Election {
         leases,
         name: args.lease(driver),
         identity,
         duration: args.lease_duration,
-    }))
+    })))
 }
 
 /// Takes part in the election as soon as the driver's name is known.
-async fn elect(server: Arc<PageServer>, candidate: Candidate, shutdown: Shutdown) {
+async fn elect(server: Arc<PageServer>, candidate: Option<Candidate>, shutdown: Shutdown) {
     let mut state = server.driver.state();
     let known = state.wait_for(|state| matches!(state, Driver::Ready { .. }));
     let name = tokio::select! {
@@ -130,7 +139,10 @@ async fn elect(server: Arc<PageServer>, candidate: Candidate, shutdown: Shutdown
         },
         () = shutdown.draining() => return,
     };
-    let mut leads: watch::Receiver<bool> = candidate(&name).start(shutdown);
+    let mut leads: watch::Receiver<bool> = match candidate {
+        Some(candidate) => candidate(&name).start(shutdown),
+        None => watch::channel(true).1,
+    };
     let _ = server.known.set(KnownDriver { driver: name, leads: leads.clone() });
     loop {
         server.metrics.leading(*leads.borrow_and_update());

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use super::problem::{problem, unavailable};
 use super::{listed, streamed};
 use crate::sidecar::driver_link::{Driver, DriverLink};
+use crate::sidecar::nodes::Remote;
 use kubernetes::cbt_http::{Capability, Info, MAX_LIMIT, Page, PageRequest, Problem, ProblemKind};
 
 /// Maximum bytes of a handle (CSI, "Size Limits").
@@ -15,6 +16,8 @@ const MAX_HANDLE: usize = 128;
 /// A page request and its source.
 pub struct PageCall<'a> {
     pub driver: &'a DriverLink,
+    /// The drivers of many nodes, instead.
+    pub remote: Option<&'a Remote>,
     pub request: &'a PageRequest,
     pub deadline: Instant,
 }

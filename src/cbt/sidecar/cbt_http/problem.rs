@@ -5,7 +5,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use tonic::{Code, Status};
 
-use crate::sidecar::refusal::Reason;
+use crate::sidecar::refusal::{Reason, Refusal};
 use crate::sidecar::relay;
 use common::text::{MAX_MESSAGE, truncate};
 use grpc::code_name;
@@ -46,7 +46,11 @@ pub fn stale(message: impl Into<String>) -> Problem {
 
 /// Maps a driver's error for the caller, without the secrets that the driver received.
 pub fn of_driver(status: &Status, secrets: &Secrets) -> Problem {
-    let refusal = relay::of_driver(status, secrets);
+    of_refusal(&relay::of_driver(status, secrets))
+}
+
+/// Maps the refusal of a driver, or of the way to it.
+pub fn of_refusal(refusal: &Refusal) -> Problem {
     let code = refusal.code();
     match refusal.reason {
         Reason::DriverDisconnected => {
@@ -57,6 +61,7 @@ pub fn of_driver(status: &Status, secrets: &Secrets) -> Problem {
             refusal.message()
         )),
         Reason::Driver(Code::DeadlineExceeded) => too_long(),
+        Reason::NodeAway | Reason::ApiServer => unavailable(refusal.message()),
         Reason::MessageTooLarge => Problem {
             code: Some(code_name(code).into()),
             ..problem(

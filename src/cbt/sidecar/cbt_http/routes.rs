@@ -17,6 +17,7 @@ use super::pages::{self, PageCall};
 use super::problem::{self, problem, unavailable};
 use crate::sidecar::call::ConcurrencyLimit;
 use crate::sidecar::driver_link::DriverLink;
+use crate::sidecar::nodes::Remote;
 use crate::sidecar::request;
 use common::text::truncate;
 use kubernetes::bounded;
@@ -36,6 +37,8 @@ const MAX_LOGGED: usize = 253;
 /// State shared by all requests.
 pub struct PageServer {
     pub driver: DriverLink,
+    /// The drivers of many nodes, instead.
+    pub remote: Option<Remote>,
     pub reviewer: Reviewer,
     /// Set once the driver's name is known.
     pub known: OnceLock<KnownDriver>,
@@ -163,7 +166,8 @@ impl PageServer {
             return Err(unavailable(words));
         }
         let _permit = self.pages.try_acquire().ok_or_else(busy)?;
-        pages::page(&PageCall { driver: &self.driver, request: &request, deadline }).await
+        let (driver, remote) = (&self.driver, self.remote.as_ref());
+        pages::page(&PageCall { driver, remote, request: &request, deadline }).await
     }
 
     /// Whether requests can be routed to this replica.

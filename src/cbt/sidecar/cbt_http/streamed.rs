@@ -7,14 +7,17 @@
 
 use prost::Message;
 use tokio::time::Instant;
+use tonic::Status;
 
 use super::blocks::{Blocks, UNIT};
 use super::pages::PageCall;
-use super::problem::{misbehaves, of_driver, out_of_range, too_long};
+use super::problem::{misbehaves, of_driver, of_refusal, out_of_range, too_long};
 use crate::sidecar::driver_link::{DriverRequest, MetadataStream};
 use crate::sidecar::fields::{BLOCK_METADATA, Value, next_field};
+use crate::sidecar::nodes::FromNode;
 use grpc::proto::csi::v1 as csi;
 use kubernetes::cbt_http::{Page, Problem};
+use kubernetes::secret::Secrets;
 
 /// Number of extents that are decoded at once.
 const PART: usize = 1024;
@@ -44,12 +47,12 @@ fn position(block: u64, unit: u64) -> Result<i64, Problem> {
 async fn read(call: &PageCall<'_>, begin: i64, mut blocks: Blocks) -> Result<Blocks, Problem> {
     let mut answer = open(call, begin, blocks.extents()).await?;
     while !blocks.is_complete() {
-        match answer.message().await {
+        match answer.stream().message().await {
             Ok(Some(message)) => add(&mut blocks, &message.0)?,
             // The driver may have ended the stream because its time is over.
             Ok(None) if Instant::now() >= call.deadline => return Err(too_long()),
             Ok(None) => break,
-            Err(status) => return Err(of_driver(&status, &call.request.secrets)),
+            Err(status) => return Err(answer.problem(&status, &call.request.secrets)),
         }
     }
     Ok(blocks)
@@ -95,15 +98,46 @@ fn add(blocks: &mut Blocks, message: &[u8]) -> Result<(), Problem> {
     Ok(())
 }
 
-async fn open(call: &PageCall<'_>, begin: i64, extents: i32) -> Result<MetadataStream, Problem> {
+/// A stream of the driver, or of one on a node.
+enum Opened {
+    Driver(MetadataStream),
+    Node(FromNode),
+}
+
+impl Opened {
+    fn stream(&mut self) -> &mut MetadataStream {
+        match self {
+            Self::Driver(stream) | Self::Node(FromNode { stream, .. }) => stream,
+        }
+    }
+
+    /// The error that ended the stream.
+    fn problem(&self, status: &Status, secrets: &Secrets) -> Problem {
+        match self {
+            Self::Driver(_) => of_driver(status, secrets),
+            Self::Node(stream) => of_refusal(&stream.refusal(status, secrets)),
+        }
+    }
+}
+
+async fn open(call: &PageCall<'_>, begin: i64, extents: i32) -> Result<Opened, Problem> {
     let request = call.request;
     let base = Some(request.base_snapshot_id.clone()).filter(|base| !base.is_empty());
     let target = request.target_snapshot_id.clone();
     let driver_request =
         DriverRequest { target, base, starting_offset: begin, max_results: extents };
-    let opened =
-        call.driver.get_metadata(driver_request, request.secrets.reveal(), call.timeout()).await;
-    opened.map_err(|status| of_driver(&status, &request.secrets))
+    let secrets = &request.secrets;
+    match call.remote {
+        Some(remote) => {
+            let stream =
+                remote.get_metadata(&request.driver, driver_request, secrets, call.deadline);
+            stream.await.map(Opened::Node).map_err(|refusal| of_refusal(&refusal))
+        }
+        None => {
+            let stream = call.driver.get_metadata(driver_request, secrets.reveal(), call.timeout());
+            stream.await.map(Opened::Driver).map_err(|status| of_driver(&status, secrets))
+        }
+    }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //! one driver on one node. Tokens of users never reach a node, and the token that a node receives
 //! is of no use elsewhere.
 
+mod pages;
 mod route;
 mod serve;
 mod signer;
@@ -14,6 +15,7 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 
+pub use pages::{FromNode, Remote};
 pub use route::{Nodes, of_node};
 pub use serve::NodeApi;
 

@@ -7,8 +7,10 @@ use std::path::Path;
 use std::process::Command;
 
 use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::cbt_http::{PATH, PageRequest, audience};
 use csi_loopback::kubernetes::snapshot::{MANAGED_BY, VolumeSnapshotContent};
 use csi_loopback::proto::snapshotmetadata as api;
+use http::Request;
 use k8s_openapi::api::core::v1::Node as NodeObject;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::rbac::v1::PolicyRule;
@@ -17,7 +19,8 @@ use tonic::Status;
 
 use super::Cluster;
 use super::access::{Account, rule, sidecar_rules};
-use super::programs::Served;
+use super::cbt_http::{Reply, send};
+use super::programs::{Served, free_port};
 use super::sidecar::{
     AUDIENCE, Answer, MetadataRequest, client_at, collect, http_at, spawn, start,
 };
@@ -128,15 +131,15 @@ impl<'a> Nodes<'a> {
         start(self.cluster, socket, &kubeconfig, certificate, &flags)
     }
 
-    /// Starts the sidecar for clients. As `signer` it signs the nodes' certificates; otherwise
-    /// [`Self::authority`] does.
-    pub fn front(&self, certificate: &Certificate, signer: Option<&str>) -> Served {
+    /// Starts the sidecar for clients, with `flags`. As `signer` it signs the nodes' certificates;
+    /// otherwise [`Self::authority`] does.
+    pub fn front(&self, certificate: &Certificate, signer: Option<&str>, flags: &[&str]) -> Served {
         let directory = certificate.file.parent().unwrap();
         let ca = directory.join("nodes.crt");
         std::fs::write(&ca, self.authority.pem()).unwrap();
         let service = format!("{}/{SERVICE}", self.namespace);
         let front_name = full_name(&self.front_account);
-        let flags = [
+        let own = [
             "--node-service",
             &service,
             "--driver-name",
@@ -153,7 +156,7 @@ impl<'a> Nodes<'a> {
             Some(signer) => vec!["--node-signer", signer, "--node-account", &node_name],
             None => vec!["--node-ca", path(&ca)],
         };
-        let flags = [&flags[..], &trust].concat();
+        let flags = [&own[..], &trust, flags].concat();
         let kubeconfig = self.cluster.kubeconfig_of(&self.front_account);
         let nowhere = directory.join("no.sock");
         let mut front = spawn(self.cluster, &nowhere, &kubeconfig, certificate, &flags);
@@ -193,6 +196,8 @@ pub struct Rig<'a> {
     authority: Authority,
     pub backup: Account,
     pub front: Served,
+    /// The port of its cbt-http.
+    pages: u16,
     pub nodes: Vec<Node>,
 }
 
@@ -225,11 +230,13 @@ impl<'a> Rig<'a> {
             .into_iter()
             .collect();
         let certificate = authority.certify(nodes[0].driver.scratch(), "front");
-        let front = shared.front(&certificate, signer);
+        let pages = free_port();
+        let port = pages.to_string();
+        let front = shared.front(&certificate, signer, &["--cbt-http", "--cbt-http-port", &port]);
         let backup = cluster.account(&namespace, "backup");
         let readable = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
         cluster.grant_in(&namespace, &backup, &[readable]);
-        Self { cluster, namespace, class, shared, authority, backup, front, nodes }
+        Self { cluster, namespace, class, shared, authority, backup, front, pages, nodes }
     }
 
     /// A volume on a node, and a snapshot before and after a change of these blocks: `NAME-0` and
@@ -296,6 +303,19 @@ impl<'a> Rig<'a> {
             target_snapshot_name: target.name.clone(),
             ..Default::default()
         }
+    }
+
+    /// Asks the sidecar for clients for a page of changed blocks.
+    pub fn page(&self, caller: &Account, request: &PageRequest) -> Reply {
+        let driver = &self.shared.driver_name;
+        let token = self.cluster.token(caller, Some(&audience(driver)));
+        let request = Request::post(format!("https://localhost{PATH}"))
+            .header("authorization", format!("Bearer {token}"))
+            .body(serde_json::to_vec(request).unwrap().into())
+            .unwrap();
+        let authority = self.authority.pem();
+        let reply = send(self.pages, &authority, "localhost", request);
+        self.cluster.block_on(reply).unwrap()
     }
 
     /// Calls the sidecar for clients and reads the whole stream.

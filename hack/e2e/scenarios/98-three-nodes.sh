@@ -147,6 +147,7 @@ all_are_open() { [[ $(open_streams) == "${#nodes[@]}" ]]; }
 eventually all_are_open
 # The fronts are on nodes that stay.
 quietly kubectl cordon node-3
+# No rollout leaves a node without a ready sidecar.
 quietly kubectl -n csi-loopback rollout restart deployment/csi-loopback-metadata daemonset/csi-loopback-node-metadata
 ends=$((SECONDS + 20)) calls=0
 while ((SECONDS < ends)); do

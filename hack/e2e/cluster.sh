@@ -162,10 +162,10 @@ start_node() {
 
 # start_worker NUMBER: another node, from 2, with the images of the first.
 start_worker() {
-    local home=$e2e/nodes/$1 parent deadline images
+    local home=$e2e/nodes/$1 parent deadline names
     mkdir -p "$home/log" "$home/images"
-    mapfile -t images < <(on_node ctr --namespace k8s.io images ls -q | grep -v '^sha256:')
-    on_node ctr --namespace k8s.io images export "$home/images/all.tar" "${images[@]}"
+    mapfile -t names < <(on_node ctr --namespace k8s.io images ls -q | grep -v '^sha256:')
+    on_node ctr --namespace k8s.io images export "$home/images/all.tar" "${names[@]}"
     setsid unshare --pid --fork --kill-child --mount --net --mount-proc bash "$repo/hack/e2e/node.sh" "$e2e" "$1" \
         >>"$home/log/node.log" 2>&1 </dev/null &
     parent=$!
@@ -260,7 +260,8 @@ our_loops() {
     [[ -d $e2e/machine ]] || return 0
     {
         stat --format 'filesystem %Hd:%Ld' "$e2e/machine"
-        find "$e2e"/{,nodes/*/}machine/var/lib -maxdepth 3 -name '*.img' -type f -printf 'file %i\n' 2>/dev/null
+        # There need not be other nodes.
+        find "$e2e"/{,nodes/*/}machine/var/lib -maxdepth 3 -name '*.img' -type f -printf 'file %i\n' 2>/dev/null || true
         stat --format 'device %Hd:%Ld %i %n' /dev/loop[0-9]*
         losetup --list --noheadings --raw --output NAME,MAJ:MIN,BACK-MAJ:MIN,BACK-INO | sed 's/\\x20//g'
     } | awk '

@@ -179,7 +179,7 @@ fi
 
 # --- Tests ------------------------------------------------------------------------------------------
 
-phase "tests and scenes" "$(if_full 2400 480)"
+phase "tests and scenes" "$(if_full 2700 480)"
 arguments=(--show-output)
 [[ $tier == default ]] || arguments+=(--include-ignored)
 # Variables of the test harness only, not of cargo, which would build dependencies again. Cargo sets the

@@ -25,10 +25,12 @@ use crate::stats::{bytes, grouped, time};
 const WRITERS: usize = 32;
 /// Objects of one page, to measure the size of all.
 const PAGE: u32 = 500;
-/// A process that used less processor time in [`PAUSE`] is idle. It can wait for the API server's
-/// first answer for seconds.
-const IDLE: Duration = Duration::from_millis(100);
+/// A process that was not busy for this time is idle: it can wait for the API server's first answer
+/// for seconds.
 const PAUSE: Duration = Duration::from_secs(10);
+/// How often to look, and the processor time since then of a busy process.
+const LOOK: Duration = Duration::from_millis(100);
+const BUSY: Duration = Duration::from_millis(5);
 
 pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>) -> Result<()> {
     let _paused = rig.cluster.pause("snapshot-controller");
@@ -165,11 +167,15 @@ async fn size(client: &Client) -> Result<u64> {
 /// When the process began to be idle.
 fn wait_until_idle(options: Options, pid: u32) -> Result<Instant> {
     let clock = CpuClock::of(pid)?;
-    loop {
-        let (begun, before) = (Instant::now(), clock.now());
-        thread::sleep(options.pick(PAUSE, PAUSE / 10));
-        if clock.now() - before < IDLE {
-            return Ok(begun);
+    let pause = options.pick(PAUSE, PAUSE / 10);
+    let (mut last_busy, mut before) = (Instant::now(), clock.now());
+    while last_busy.elapsed() < pause {
+        thread::sleep(LOOK);
+        let now = clock.now();
+        if now - before > BUSY {
+            last_busy = Instant::now();
         }
+        before = now;
     }
+    Ok(last_busy)
 }

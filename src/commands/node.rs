@@ -6,21 +6,21 @@
 //! VolumeSnapshot that exists again, and a claim would be without its volume.
 
 use std::collections::HashSet;
-use std::fmt::Debug;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::{Args, Subcommand};
 use k8s_openapi::api::core::v1::{Node, ObjectReference, PersistentVolume, VolumeNodeAffinity};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions};
 use kube::{Api, Client, Resource, ResourceExt};
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use crate::client::cluster::{call, if_found};
+use crate::client::cluster::Failure;
+use crate::client::cluster::removal::request_deletion;
 use crate::client::{Print, format, on_runtime};
+use kubernetes::cache::{Object, in_time, list};
 use kubernetes::client::{Rate, User, connect_as_user};
 use kubernetes::name;
 use kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
@@ -33,14 +33,11 @@ const FINALIZERS: [&str; 3] = [
     "external-attacher/",
 ];
 
-/// Objects of one page of a list.
-const PAGE: u32 = 500;
-
 /// How often a change begins again because another client changed the object at the same time.
 const ATTEMPTS: usize = 5;
 
-/// For a command that changes many objects one after the other.
-const RATE: Rate = Rate { per_second: 100.0, burst: 100 };
+/// For requests one after the other: the API server limits the rate.
+const RATE: Rate = Rate { per_second: 1000.0, burst: 100 };
 
 #[derive(Debug, Args)]
 pub struct NodeArgs {
@@ -166,9 +163,8 @@ impl ForgetArgs {
         let node = &self.node;
         let what = format!("Node {node}");
         let api: Api<Node> = Api::all(client.clone());
-        let found = call(&what, async { if_found(api.get(node).await) }).await;
         ensure!(
-            found.map_err(|failure| failure.error)?.is_none(),
+            ask(&what, in_time(api.get_opt(node))).await?.is_none(),
             "{what} exists, so its volumes and snapshots may too: if the machine will never come back, first \
              `kubectl delete node {node}`"
         );
@@ -190,7 +186,7 @@ impl ForgetArgs {
                     None => source.is_some_and(|source| lost.contains(source)),
                 }
         };
-        all(api, "VolumeSnapshotContents", is_lost).await
+        ask("VolumeSnapshotContents", list(api, ListParams::default(), is_lost)).await
     }
 
     async fn volumes(&self, api: &Api<PersistentVolume>) -> Result<Vec<PersistentVolume>> {
@@ -200,7 +196,7 @@ impl ForgetArgs {
                     && spec.node_affinity.as_ref().is_some_and(|it| is_only_at(it, &self.node))
             })
         };
-        all(api, "PersistentVolumes", is_lost).await
+        ask("PersistentVolumes", list(api, ListParams::default(), is_lost)).await
     }
 
     async fn forget<K>(
@@ -212,7 +208,7 @@ impl ForgetArgs {
         is_used: bool,
     ) -> Result<Row>
     where
-        K: Resource + Clone + Debug + DeserializeOwned,
+        K: Object,
     {
         let name = object.name_any();
         let state = match (is_used, self.confirm) {
@@ -259,44 +255,28 @@ async fn snapshot_exists(client: &Client, user: &ObjectReference) -> Result<bool
     let (Some(namespace), Some(name)) = (&user.namespace, &user.name) else { return Ok(false) };
     let api: Api<VolumeSnapshot> = Api::namespaced(client.clone(), namespace);
     let what = format!("VolumeSnapshot {namespace}/{name}");
-    let found = call(&what, async { if_found(api.get(name).await) }).await;
-    let found = found.map_err(|failure| failure.error)?;
-    Ok(found.is_some_and(|it| {
+    Ok(ask(&what, in_time(api.get_opt(name))).await?.is_some_and(|it| {
         !is_deleted(&it) && user.uid.as_ref().is_none_or(|uid| it.uid().as_ref() == Some(uid))
     }))
 }
 
-/// The objects of all pages that `wanted` selects.
-async fn all<K: Clone + Debug + DeserializeOwned>(
-    api: &Api<K>,
-    what: &str,
-    wanted: impl Fn(&K) -> bool,
-) -> Result<Vec<K>> {
-    let mut page = ListParams::default().limit(PAGE);
-    let mut found = Vec::new();
-    loop {
-        let listed = call(what, api.list(&page)).await.map_err(|failure| failure.error)?;
-        found.extend(listed.items.into_iter().filter(&wanted));
-        match listed.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => page.continue_token = Some(token),
-            None => return Ok(found),
-        }
-    }
+/// A request to the API server, or several, each with its own time limit. Errors name its subject.
+async fn ask<T>(what: &str, request: impl Future<Output = kube::Result<T>>) -> Result<T> {
+    request.await.map_err(|error| Failure::api(what, error).error)
 }
 
 /// Requests the deletion of this very object, then removes the finalizers of the controllers that
 /// are gone. In the other order, the snapshot-controller would add its own again.
 async fn remove<K>(api: &Api<K>, object: &K, what: &str) -> Result<State>
 where
-    K: Resource + Clone + Debug + DeserializeOwned,
+    K: Object,
 {
     let (name, uid) = (object.name_any(), object.uid());
     let preconditions = Some(Preconditions { uid: uid.clone(), resource_version: None });
     let params = DeleteParams { preconditions, ..DeleteParams::default() };
-    let deleted = call(what, async { if_found(api.delete(&name, &params).await) }).await;
-    deleted.map_err(|failure| failure.error)?;
+    ask(what, in_time(request_deletion(api, &name, &params))).await?;
     for _ in 0..ATTEMPTS {
-        let found = call(what, api.get_opt(&name)).await.map_err(|failure| failure.error)?;
+        let found = ask(what, in_time(api.get_opt(&name))).await?;
         let Some(found) = found.filter(|found| found.uid() == uid) else {
             return Ok(State::Removed);
         };
@@ -309,9 +289,9 @@ where
             "uid": uid, "resourceVersion": found.resource_version(), "finalizers": stay,
         }});
         let patch = Patch::Merge(&change);
-        match api.patch(&name, &PatchParams::default(), &patch).await {
+        match in_time(api.patch(&name, &PatchParams::default(), &patch)).await {
             Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => {}
-            outcome => drop(outcome.with_context(|| what.to_owned())?),
+            outcome => drop(ask(what, async { outcome }).await?),
         }
     }
     bail!("{what} is changed by other clients all the time: run the command again")

@@ -283,7 +283,7 @@ async fn get<K: Clone + DeserializeOwned + Debug>(
 }
 
 /// `None` without the object or its kind: the 404 for an unknown kind is no JSON.
-pub fn if_found<T>(answer: kube::Result<T>) -> kube::Result<Option<T>> {
+fn if_found<T>(answer: kube::Result<T>) -> kube::Result<Option<T>> {
     match answer {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
         found => found.map(Some),

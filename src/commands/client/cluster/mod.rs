@@ -43,7 +43,7 @@ use super::stop::Stop;
 use super::{Options, in_time, progress};
 use aggregated::{Aggregated, Paging};
 pub use failure::{Failure, Retry};
-pub use find::{ALLOW_MODE_CHANGE, Finder, Service, Snapshot, call, capacity, if_found};
+pub use find::{ALLOW_MODE_CHANGE, Finder, Service, Snapshot, call, capacity};
 use group::GroupSnapshot;
 use kubernetes::client::{self, Rate};
 use kubernetes::name;

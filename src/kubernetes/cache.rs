@@ -183,7 +183,7 @@ impl<K: Cached> Cache<K> {
     /// The watch's objects with this value of the index. `None` while the watch is not running.
     pub fn cached_with(&self, value: &str) -> Option<Vec<Arc<K>>> {
         let state = self.read();
-        state.live.then(|| state.with(value))
+        if state.live { state.with(value) } else { None }
     }
 
     /// The number of objects that [`Cache::cached_with`] returns.
@@ -194,7 +194,7 @@ impl<K: Cached> Cache<K> {
 
     /// Like [`Cache::cached_with`], but also after the watch broke: then from its last report.
     pub fn last_cached_with(&self, value: &str) -> Vec<Arc<K>> {
-        self.read().with(value)
+        self.read().with(value).unwrap_or_default()
     }
 
     /// The objects with this value of the index, from the watch or else from the API server.
@@ -250,7 +250,7 @@ impl<K: Cached> Cache<K> {
     /// All objects. `None` while the watch is not running.
     pub fn all(&self) -> Option<Vec<Arc<K>>> {
         let state = self.read();
-        state.live.then(|| state.objects.values().filter_map(Kept::object).collect())
+        if state.live { state.objects.values().map(Kept::object).collect() } else { None }
     }
 
     /// Whether the watch is running.
@@ -340,9 +340,10 @@ impl<K: Cached> State<K> {
         self.objects.insert(key, K::Kept::of(object));
     }
 
-    fn with(&self, value: &str) -> Vec<Arc<K>> {
+    /// `None` if one is unusable: a shorter answer could hide an owner.
+    fn with(&self, value: &str) -> Option<Vec<Arc<K>>> {
         let keys = self.indexed.get(value).into_iter().flatten();
-        keys.filter_map(|key| self.objects.get(key)?.object()).collect()
+        keys.map(|key| self.objects.get(key)?.object()).collect()
     }
 
     fn remove(&mut self, key: &Key, index: Index<K>) {

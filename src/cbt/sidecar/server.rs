@@ -272,9 +272,9 @@ impl Base {
             Nodes::start(nodes, streams, clients, namespace, &self.metrics, &self.shutdown);
         sidecar.nodes = started.await?;
         let cluster = self.cluster(authenticator);
-        let contents = &cluster.resolver.bound.contents;
+        let resolver = &cluster.resolver;
         let remote =
-            sidecar.nodes.clone().map(|nodes| Remote { nodes, contents: contents.clone() });
+            sidecar.nodes.clone().map(|nodes| Remote { nodes, resolver: resolver.clone() });
         let sessions = match &self.namespace {
             Some(namespace) if self.args.session_api => {
                 Some(self.sessions(namespace, &sidecar, &cluster).await?)

@@ -134,10 +134,21 @@ impl Resolver {
         handle: &str,
     ) -> Result<Vec<Arc<VolumeSnapshotContent>>, Refusal> {
         let found = self.bound.contents.with_recent(handle).await;
-        let mut found =
-            found.map_err(|error| Refusal::api("read VolumeSnapshotContents", &error))?;
-        found.retain(|content| content.spec.driver == driver);
-        Ok(found)
+        Ok(of_driver(driver, found.map_err(|error| unread(&error))?))
+    }
+
+    /// The same, from the API server if the watch has none: one may be newer than its last report.
+    pub async fn newest_contents(
+        &self,
+        driver: &str,
+        handle: &str,
+    ) -> Result<Vec<Arc<VolumeSnapshotContent>>, Refusal> {
+        let known = self.contents(driver, handle).await?;
+        if !known.is_empty() {
+            return Ok(known);
+        }
+        let found = self.bound.contents.fetch_with(handle).await;
+        Ok(of_driver(driver, found.map_err(|error| unread(&error))?))
     }
 
     /// A snapshot of a session. The VolumeSnapshot must be the same object as when the session
@@ -165,6 +176,18 @@ impl Resolver {
         }
         Ok(snapshot)
     }
+}
+
+fn unread(error: &kube::Error) -> Refusal {
+    Refusal::api("read VolumeSnapshotContents", error)
+}
+
+fn of_driver(
+    driver: &str,
+    mut contents: Vec<Arc<VolumeSnapshotContent>>,
+) -> Vec<Arc<VolumeSnapshotContent>> {
+    contents.retain(|content| content.spec.driver == driver);
+    contents
 }
 
 /// Whether the caller may use a handle with these contents in `namespace`. Allowed are: a handle

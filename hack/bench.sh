@@ -19,7 +19,7 @@
 # PostgreSQL        measured by the row databases if it is installed (Debian: postgresql)
 # TMPDIR            directory of the pools: up to 35 GB, on the disk to measure
 #
-# Needs root, for loop devices and mounts. The full run takes up to 70 minutes on an otherwise idle
+# Needs root, for loop devices and mounts. The full run takes up to 90 minutes on an otherwise idle
 # machine. Exits with 0 if every row ran; the figures do not change the exit code.
 set -euo pipefail
 # shellcheck source=hack/lib.sh

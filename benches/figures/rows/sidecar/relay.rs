@@ -159,29 +159,11 @@ fn checks(
     extents: u64,
 ) -> Result<()> {
     let checking = rig.sidecar(Implementation::Ours, &["--check-streams"])?;
-    let routes = [Route::through(rig, plain), Route::through(rig, &checking)];
-    for max in PER_MESSAGE {
-        let [_, one, other] = requests(rig, max);
-        let requests = [one, other];
-        // The first stream is slower.
-        in_turn(rig, &routes, &requests, Client::Raw, extents, 1)?;
-        let runs = options.pick(11, 1);
-        let [plain, checked] = in_turn(rig, &routes, &requests, Client::Raw, extents, runs)?;
-        let shares = plain.times.iter().zip(&checked.times).map(|(plain, checked)| plain / checked);
-        let what = format!(
-            "through the sidecar with --check-streams, {} extents, {} per message, {}",
-            grouped(extents as i64),
-            grouped(max.into()),
-            Client::Raw.what()
-        );
-        let rates = checked.rates(extents);
-        let row = Row::samples("sidecar", what, &rates, "extents per second", millions);
-        let peer = format!("without: {}", millions(plain.rates(extents).median()));
-        let mut row = row.against(peer, shares.collect::<Samples>().median());
-        row.cpu_seconds = Some(checked.cpu(1));
-        report.row(row);
-    }
-    Ok(())
+    let what = "through the sidecar with --check-streams";
+    compare(options, report, rig, [plain, &checking], extents, what, |row, plain, _| {
+        let Plain { rate, share, .. } = plain;
+        row.against(format!("without: {}", millions(rate)), share)
+    })
 }
 
 /// The cost of many nodes: compares the sidecar of one node with one that calls that of a node.
@@ -193,33 +175,61 @@ fn hop(
     extents: u64,
 ) -> Result<()> {
     let front = rig.many_nodes()?;
-    let routes = [Route::through(rig, plain), Route::through(rig, &front)];
+    let what = "through the sidecars for clients and of a node";
+    compare(options, report, rig, [plain, &front], extents, what, |row, plain, cpu| {
+        let Plain { rate, share, cpu: of_one } = plain;
+        let cpu = cpu / of_one;
+        let (rate, times) = (millions(rate), digits(cpu));
+        let peer = format!("one sidecar: {rate}, with 1/{times} of the sidecars' CPU");
+        row.against(peer, share).must("0.7, or 2.2 times the CPU", share >= 0.7 || cpu <= 2.2)
+    })
+}
+
+/// What a sidecar is compared with: extents per second and processor seconds of the other one, and
+/// the share of its rate, per round.
+struct Plain {
+    rate: f64,
+    share: f64,
+    cpu: f64,
+}
+
+/// Compares two ways to the driver, in turn. `judge` adds the comparison to a row about the second
+/// one, with its processor seconds.
+fn compare(
+    options: Options,
+    report: &mut Report,
+    rig: &Rig<'_>,
+    sidecars: [&Sidecar; 2],
+    extents: u64,
+    what: &str,
+    judge: impl Fn(Row, Plain, f64) -> Row,
+) -> Result<()> {
+    let routes = sidecars.map(|sidecar| Route::through(rig, sidecar));
     for max in PER_MESSAGE {
         let [_, one, other] = requests(rig, max);
         let requests = [one, other];
+        // Verifies the stream; the first one is slower.
         let received = rig.driver.runtime.block_on(routes[1].whole(&requests[1]))?;
         received.check(Pattern::new(extents).bytes(), max as usize)?;
+        in_turn(rig, &routes, &requests, Client::Raw, extents, 1)?;
         let runs = options.pick(11, 1);
-        let [plain, far] = in_turn(rig, &routes, &requests, Client::Raw, extents, runs)?;
-        let shares = plain.times.iter().zip(&far.times).map(|(plain, far)| plain / far);
-        let share = shares.collect::<Samples>().median();
-        let cpu = far.cpu(1) / plain.cpu(1);
+        let [plain, second] = in_turn(rig, &routes, &requests, Client::Raw, extents, runs)?;
+        let shares = plain.times.iter().zip(&second.times).map(|(plain, second)| plain / second);
+        let plain = Plain {
+            rate: plain.rates(extents).median(),
+            share: shares.collect::<Samples>().median(),
+            cpu: plain.cpu(1),
+        };
         let what = format!(
-            "through the sidecars for clients and of a node, {} extents, {} per message, {}",
+            "{what}, {} extents, {} per message, {}",
             grouped(extents as i64),
             grouped(max.into()),
             Client::Raw.what()
         );
-        let rates = far.rates(extents);
+        let rates = second.rates(extents);
         let row = Row::samples("sidecar", what, &rates, "extents per second", millions);
-        let peer = format!(
-            "one sidecar: {}, with 1/{} of the sidecars' CPU",
-            millions(plain.rates(extents).median()),
-            digits(cpu)
-        );
-        let row =
-            row.against(peer, share).must("0.7, or 2.2 times the CPU", share >= 0.7 || cpu <= 2.2);
-        report.row(Row { cpu_seconds: Some(far.cpu(1)), ..row });
+        let row = judge(row, plain, second.cpu(1));
+        report.row(Row { cpu_seconds: Some(second.cpu(1)), ..row });
     }
     Ok(())
 }

@@ -142,46 +142,49 @@ link_tools() {
     ln -sfn "$(go_tool helm)" "$e2e/tools/helm" || lacking "helm cannot be built"
 }
 
-# start_node: starts hack/e2e/node.sh in new namespaces, which outlive this script.
+# start_node: starts the first node in new namespaces, which outlive this script.
 start_node() {
-    local parent deadline
-    rm -f "$e2e/pid" "$e2e/ready"
-    mkdir -p "$e2e/log"
-    setsid unshare --pid --fork --kill-child --mount --net --mount-proc bash "$repo/hack/e2e/node.sh" "$e2e" \
-        >>"$e2e/log/node.log" 2>&1 </dev/null &
-    parent=$!
-    deadline=$((SECONDS + patience))
-    until [[ -e $e2e/ready ]]; do
-        first_child "$parent" >"$e2e/pid"
-        kill -0 "$parent" 2>/dev/null || { tail -n 30 "$e2e/log/node.log" >&2 && die "the node has ended; see $e2e/log"; }
-        ((SECONDS < deadline)) || die "the node is not ready after $patience s; see $e2e/log"
-        sleep 0.2
-    done
-    disown "$parent"
+    rm -f "$e2e/ready"
+    launch "$e2e"
+    await_node "$e2e"
 }
 
 # start_worker NUMBER: another node, from 2, with the images of the first.
 start_worker() {
-    local home=$e2e/nodes/$1 parent deadline names
-    mkdir -p "$home/log" "$home/images"
+    local home=$e2e/nodes/$1 names
+    mkdir -p "$home/images"
     mapfile -t names < <(on_node ctr --namespace k8s.io images ls -q | grep -v '^sha256:')
     on_node ctr --namespace k8s.io images export "$home/images/all.tar" "${names[@]}"
-    setsid unshare --pid --fork --kill-child --mount --net --mount-proc bash "$repo/hack/e2e/node.sh" "$e2e" "$1" \
-        >>"$home/log/node.log" 2>&1 </dev/null &
+    launch "$home" "$1"
+    link_node "$1"
+    await_node "$home"
+}
+
+# launch HOME [NUMBER]: starts hack/e2e/node.sh in new namespaces, and writes its process to HOME/pid.
+launch() {
+    local parent deadline=$((SECONDS + patience))
+    rm -f "$1/pid"
+    mkdir -p "$1/log"
+    setsid unshare --pid --fork --kill-child --mount --net --mount-proc bash "$repo/hack/e2e/node.sh" "$e2e" "${@:2}" \
+        >>"$1/log/node.log" 2>&1 </dev/null &
     parent=$!
-    deadline=$((SECONDS + patience))
-    until [[ -s $home/pid ]]; do
-        first_child "$parent" >"$home/pid"
-        ((SECONDS < deadline)) || die "node $1 does not start; see $home/log"
+    disown "$parent"
+    until [[ -s $1/pid ]]; do
+        first_child "$parent" >"$1/pid"
+        ((SECONDS < deadline)) || die "the node does not start; see $1/log"
         sleep 0.1
     done
-    link_node "$1"
-    until [[ -e $home/ready ]]; do
-        kill -0 "$parent" 2>/dev/null || { tail -n 30 "$home/log/node.log" >&2 && die "node $1 has ended; see $home/log"; }
-        ((SECONDS < deadline)) || die "node $1 is not ready after $patience s; see $home/log"
+}
+
+# await_node HOME: waits until the node is ready.
+await_node() {
+    local pid deadline=$((SECONDS + patience))
+    pid=$(<"$1/pid")
+    until [[ -e $1/ready ]]; do
+        kill -0 "$pid" 2>/dev/null || { tail -n 30 "$1/log/node.log" >&2 && die "the node has ended; see $1/log"; }
+        ((SECONDS < deadline)) || die "the node is not ready after $patience s; see $1/log"
         sleep 0.2
     done
-    disown "$parent"
 }
 
 # link_node NUMBER: a link between the first machine, which routes, and another one.

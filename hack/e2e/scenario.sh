@@ -95,7 +95,14 @@ claim() { # claim NAME SIZE [KEY: VALUE...]: a PersistentVolumeClaim with furthe
 
 # user NAME CLAIM: a pod with the claim's filesystem at /data, or its device at /device.
 user() {
-    local mode mounts="volumeMounts: [{name: data, mountPath: /data}]"
+    pod_with "$@"
+    await condition=Ready -n "$namespace" "pod/$1"
+}
+
+# pod_with NAME CLAIM [NODE]: the same on a node, without waiting.
+pod_with() {
+    local mode selector='' mounts="volumeMounts: [{name: data, mountPath: /data}]"
+    [[ -z ${3:-} ]] || selector="nodeSelector: {kubernetes.io/hostname: $3}"
     mode=$(kubectl -n "$namespace" get pvc "$2" -o jsonpath='{.spec.volumeMode}')
     [[ $mode != Block ]] || mounts="volumeDevices: [{name: data, devicePath: /device}]"
     apply <<END
@@ -103,6 +110,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: $1, namespace: $namespace}
 spec:
+  $selector
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: 1
   containers:
@@ -114,7 +122,6 @@ spec:
     - name: data
       persistentVolumeClaim: {claimName: $2}
 END
-    await condition=Ready -n "$namespace" "pod/$1"
 }
 
 snapshot() { # snapshot NAME CLAIM

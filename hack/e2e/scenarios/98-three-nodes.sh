@@ -20,26 +20,8 @@ pod_of() {
 
 # pinned NAME NODE SIZE: a claim, and a pod that uses it on a node; an empty NODE is any. The pod is not awaited.
 pinned() {
-    local selector=''
-    [[ -z $2 ]] || selector="nodeSelector: {kubernetes.io/hostname: $2}"
     claim "$1" "$3"
-    apply <<END
-apiVersion: v1
-kind: Pod
-metadata: {name: $1, namespace: $namespace}
-spec:
-  $selector
-  automountServiceAccountToken: false
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: csi-loopback:0.1.0
-      command: [sleep, infinity]
-      volumeMounts: [{name: data, mountPath: /data}]
-  volumes:
-    - name: data
-      persistentVolumeClaim: {claimName: $1}
-END
+    pod_with "$1" "$1" "$2"
 }
 
 # delta NAME [ARGUMENT...]: the number of extents that changed between the snapshots NAME-1 and NAME-2, with TLS and token of the
@@ -90,12 +72,8 @@ step "definitions, labels, deploy/overlays/distributed with pools of 1 GiB, sess
 quietly kubectl apply --server-side -f deploy/crds
 kubectl get crd snapshotmetadataservices.cbt.storage.k8s.io >/dev/null 2>&1 || quietly kubectl create -f deploy/crds-upstream
 for node in "${nodes[@]}"; do quietly kubectl label --overwrite node "$node" loopback.csi.local/pool=true; done
-mkdir -p "$overlay/distributed"
-cat >"$overlay/distributed/kustomization.yaml" <<END
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-resources: [$(realpath --relative-to="$overlay/distributed" deploy/overlays/distributed)]
-components: [$(realpath --relative-to="$overlay/distributed" deploy/components/cbt-http-nodes)]
+quietly overlay_of distributed overlays/distributed cbt-http-nodes
+cat >>"$overlay/distributed/kustomization.yaml" <<END
 patches:
   - target: {kind: DaemonSet, name: csi-loopback\$}
     patch: |-

@@ -233,10 +233,9 @@ fn the_binary_accepts_the_arguments_of_the_manifests() {
         }
     }
     // Driver of inline volumes; driver, freeze guard and sidecar, four times each, and on many nodes
-    // with two kinds of sidecars; crust_ops,
-    // twice; node proxy, twice for this driver and twice for another; session manager, aggregated
-    // API server and webhooks; full and incremental backup, twice each; backup and prune of a
-    // CronJob; the sidecar of another driver.
+    // with two kinds of sidecars; crust_ops, twice; node proxy, twice for this driver and twice for
+    // another; session manager, aggregated API server and webhooks; full and incremental backup,
+    // twice each; backup and prune of a CronJob; the sidecar of another driver.
     assert_eq!(seen, 33);
 }
 

@@ -419,6 +419,7 @@ for lane in "${lanes[@]}"; do "$lane"; done
 mode=
 if [[ $tier == full ]]; then
     phase "tests that run alone" 400
+    sync # what the lanes have written
     tests "api_server, alone" --test-threads=1 "${alone[@]}"
 fi
 [[ -n $matched ]] || die "no test or step name contains: ${patterns[*]}"

@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
-use support::cluster::shared;
 
-use csi_loopback::kubernetes::session::SessionState;
+use csi_loopback::kubernetes::session::{SessionState, SnapshotSessionRequest};
 use kube::ResourceExt;
 use kube::api::PostParams;
 use nix::sys::signal::Signal;
 
-use super::rig::{Options, Rig, a_while, token};
 use support::cluster::manager::leads;
 use support::cluster::proxy::Way;
+use support::cluster::{Cluster, shared};
+use tokio::task::JoinSet;
+
+use super::rig::{Options, Rig, a_while, token};
 
 const SHORT_LEASE: &[&str] = &["--lease-duration", "3s"];
 
@@ -164,22 +166,17 @@ fn a_thousand_concurrent_requests_cost_few_calls() {
     a_while();
     let before = calls(&rig);
     let begun = Instant::now();
+    let names: Vec<_> = (0..REQUESTS).map(|n| format!("backup-{n}")).collect();
     let api = rig.requests();
-    cluster.block_on(async {
-        let mut making = tokio::task::JoinSet::new();
-        for n in 0..REQUESTS {
-            let api = api.clone();
-            making.spawn(async move {
-                let mut request = csi_loopback::kubernetes::session::SnapshotSessionRequest::new(
-                    &format!("backup-{n}"),
-                    Default::default(),
-                );
-                request.spec.snapshots = vec!["monday".into(), "tuesday".into()];
-                api.create(&PostParams::default(), &request).await.unwrap();
-            });
+    for_each(cluster, &names, move |name| {
+        let api = api.clone();
+        async move {
+            let mut request = SnapshotSessionRequest::new(&name, Default::default());
+            request.spec.snapshots = vec!["monday".into(), "tuesday".into()];
+            api.create(&PostParams::default(), &request).await.map(drop)
         }
-        making.join_all().await;
     });
+    let api = rig.requests();
     let all = loop {
         let all = cluster.block_on(api.list(&Default::default())).unwrap().items;
         if all.iter().all(|one| one.state() == SessionState::Ready) {
@@ -217,19 +214,55 @@ fn a_thousand_concurrent_requests_cost_few_calls() {
     let lists = count(&|what| what.starts_with("list snapshotsessiondata"));
     assert!(lists <= 2 * busy, "{made:?}");
     assert!(sum <= CALLS * REQUESTS + 3 * busy + REQUESTS / 10, "{made:?}");
-    // The calls of their end. One call for all of them may take longer than the client waits.
-    cluster.block_on(async {
-        let mut ending = tokio::task::JoinSet::new();
-        for one in all {
-            let api = api.clone();
-            ending.spawn(async move { api.delete(&one.name_any(), &Default::default()).await });
-        }
-        ending.join_all().await.into_iter().for_each(|ended| drop(ended.unwrap()));
+    let removing = api.clone();
+    for_each(cluster, &names, move |name| {
+        let api = removing.clone();
+        async move { api.delete(&name, &Default::default()).await.map(drop) }
     });
+    cluster.delete(&api, "warm");
     let begun = Instant::now();
     while !cluster.block_on(api.list(&Default::default())).unwrap().items.is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(300), "not all requests go");
         thread::sleep(Duration::from_secs(1));
     }
     assert!(rig.data().is_empty());
+}
+
+/// Calls the API server for each name, with a bounded number of concurrent calls. A call without an
+/// answer is repeated, as clients do: it may have had its effect.
+fn for_each<F: Future<Output = kube::Result<()>> + Send + 'static>(
+    cluster: &Cluster,
+    names: &[String],
+    call: impl Fn(String) -> F + Clone + Send + 'static,
+) {
+    const CONCURRENT: usize = 100;
+    let until = Instant::now() + Duration::from_secs(300);
+    cluster.block_on(async {
+        let mut calls = JoinSet::new();
+        for name in names {
+            if calls.len() == CONCURRENT {
+                calls.join_next().await.unwrap().unwrap();
+            }
+            let (name, call) = (name.clone(), call.clone());
+            calls.spawn(async move {
+                let mut repeated = false;
+                loop {
+                    match call(name.clone()).await {
+                        Ok(()) => break,
+                        Err(kube::Error::Api(status))
+                            if repeated && [404, 409].contains(&status.code) =>
+                        {
+                            break;
+                        }
+                        Err(kube::Error::Service(error)) if Instant::now() < until => {
+                            println!("report: {name}: a call without an answer: {error}");
+                            repeated = true;
+                        }
+                        Err(error) => panic!("{name}: {error}"),
+                    }
+                }
+            });
+        }
+        calls.join_all().await;
+    });
 }

@@ -70,7 +70,7 @@ fn junk(number: u64) -> Vec<u8> {
 }
 
 /// What a well-behaved client and the process experienced during the abuse.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Experience {
     /// Durations of the calls, ascending.
     pub calls: Vec<Duration>,
@@ -132,8 +132,7 @@ pub fn experience(
         });
     }
     std::thread::sleep(Duration::from_secs(2));
-    let stall = Duration::ZERO;
-    let mut abused = Experience { calls: Vec::new(), failed: 0, idle, most: idle, stall };
+    let mut abused = Experience { idle, most: idle, ..Experience::default() };
     let (watched, witness) = watch_machine();
     let begun = Instant::now();
     while abused.calls.len() < CALLS && begun.elapsed() < ENOUGH {

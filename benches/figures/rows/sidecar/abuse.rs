@@ -103,7 +103,7 @@ fn flooded(rig: &Rig<'_>, implementation: Implementation) -> Result<Experience> 
         });
     }
     std::thread::sleep(Duration::from_secs(2));
-    let mut flooded = Experience { calls: Vec::new(), failed: 0, idle: 0, most: 0 };
+    let mut flooded = Experience::default();
     for request in &own {
         let begun = Instant::now();
         flooded.failed += usize::from(!is_answered(rig, &sidecar, request));

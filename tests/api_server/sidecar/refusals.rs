@@ -342,10 +342,10 @@ fn a_flood_of_invalid_tokens_has_no_lasting_effect() {
         all.join_all().await.into_iter().map(|one| one.unwrap_err().code()).collect::<Vec<_>>()
     });
     assert!(codes.contains(&Code::Unauthenticated) && codes.contains(&Code::Unavailable));
-    // A later call does not queue after all of them, which would take 100 s.
+    // A later call does not queue after all of them.
     let begun = Instant::now();
     rig.extents(request);
-    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }
 
 #[test]

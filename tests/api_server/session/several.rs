@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use csi_loopback::kubernetes::session::{SessionState, SnapshotSessionRequest};
-use kube::ResourceExt;
 use kube::api::PostParams;
+use kube::{Api, ResourceExt};
 use nix::sys::signal::Signal;
 
 use support::cluster::manager::leads;
@@ -168,15 +168,11 @@ fn a_thousand_concurrent_requests_cost_few_calls() {
     let begun = Instant::now();
     let names: Vec<_> = (0..REQUESTS).map(|n| format!("backup-{n}")).collect();
     let api = rig.requests();
-    for_each(cluster, &names, move |name| {
-        let api = api.clone();
-        async move {
-            let mut request = SnapshotSessionRequest::new(&name, Default::default());
-            request.spec.snapshots = vec!["monday".into(), "tuesday".into()];
-            api.create(&PostParams::default(), &request).await.map(drop)
-        }
+    for_each(cluster, &api, &names, REQUESTS, |api, name| async move {
+        let mut request = SnapshotSessionRequest::new(&name, Default::default());
+        request.spec.snapshots = vec!["monday".into(), "tuesday".into()];
+        api.create(&PostParams::default(), &request).await.map(drop)
     });
-    let api = rig.requests();
     let all = loop {
         let all = cluster.block_on(api.list(&Default::default())).unwrap().items;
         if all.iter().all(|one| one.state() == SessionState::Ready) {
@@ -214,10 +210,8 @@ fn a_thousand_concurrent_requests_cost_few_calls() {
     let lists = count(&|what| what.starts_with("list snapshotsessiondata"));
     assert!(lists <= 2 * busy, "{made:?}");
     assert!(sum <= CALLS * REQUESTS + 3 * busy + REQUESTS / 10, "{made:?}");
-    let removing = api.clone();
-    for_each(cluster, &names, move |name| {
-        let api = removing.clone();
-        async move { api.delete(&name, &Default::default()).await.map(drop) }
+    for_each(cluster, &api, &names, 100, |api, name| async move {
+        api.delete(&name, &Default::default()).await.map(drop)
     });
     cluster.delete(&api, "warm");
     let begun = Instant::now();
@@ -228,26 +222,27 @@ fn a_thousand_concurrent_requests_cost_few_calls() {
     assert!(rig.data().is_empty());
 }
 
-/// Calls the API server for each name, with a bounded number of concurrent calls. A call without an
+/// Calls the API server for each name, with at most `concurrent` calls at once. A call without an
 /// answer is repeated, as clients do: it may have had its effect.
 fn for_each<F: Future<Output = kube::Result<()>> + Send + 'static>(
     cluster: &Cluster,
+    api: &Api<SnapshotSessionRequest>,
     names: &[String],
-    call: impl Fn(String) -> F + Clone + Send + 'static,
+    concurrent: usize,
+    call: impl Fn(Api<SnapshotSessionRequest>, String) -> F + Copy + Send + 'static,
 ) {
-    const CONCURRENT: usize = 100;
     let until = Instant::now() + Duration::from_secs(300);
     cluster.block_on(async {
         let mut calls = JoinSet::new();
         for name in names {
-            if calls.len() == CONCURRENT {
+            if calls.len() == concurrent {
                 calls.join_next().await.unwrap().unwrap();
             }
-            let (name, call) = (name.clone(), call.clone());
+            let (api, name) = (api.clone(), name.clone());
             calls.spawn(async move {
                 let mut repeated = false;
                 loop {
-                    match call(name.clone()).await {
+                    match call(api.clone(), name.clone()).await {
                         Ok(()) => break,
                         Err(kube::Error::Api(status))
                             if repeated && [404, 409].contains(&status.code) =>

@@ -222,8 +222,7 @@ fn a_call_converges_after_a_kill_at_any_point() {
         let mut rounds = 0;
         for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, every)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            let expected = is_exact(kind).then_some(&met[..=at]);
-            if !play.die_at(at + 1, STEPS, expected) {
+            if !play.die_at(at + 1, STEPS, is_exact(kind).then_some(&met)) {
                 continue;
             }
             play.converge(sampled(at, 3));
@@ -277,8 +276,7 @@ fn a_driver_killed_during_each_start_recovers() {
         let mut deaths = 0;
         for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, 5)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            let expected = is_exact(kind).then_some(&met[..=at]);
-            if !play.die_at(at + 1, STEPS, expected) {
+            if !play.die_at(at + 1, STEPS, is_exact(kind).then_some(&met)) {
                 continue;
             }
             let from = if everything() && deaths == 0 { 1 } else { settles_from };
@@ -305,7 +303,7 @@ fn an_error_at_any_point_is_returned_and_the_call_converges() {
         let mut rounds = 0;
         for at in (0..met.len()).filter(|at| sampled(*at, 1)) {
             println!("{kind}: {}: fails at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            play.fail_at(at + 1, is_exact(kind).then_some(&met[..=at]));
+            play.fail_at(at + 1, is_exact(kind).then_some(&met));
             rounds += 1;
         }
         play.end();
@@ -365,7 +363,7 @@ fn every_fail_point_is_met_by_a_scenario() {
         if entry.name == "snapshot mounted" {
             let steps = play.learn(STEPS);
             let frozen = steps.iter().position(|point| point == "freeze.frozen").unwrap() + 1;
-            assert!(play.die_at(frozen, STEPS, Some(&steps[..frozen])));
+            assert!(play.die_at(frozen, STEPS, Some(&steps)));
             let left_over = Freeze::new(&play.scenario.in_use()[0]);
             note(play.watch_start(ALL));
             drop(left_over);

@@ -97,7 +97,7 @@ impl<'a> Controllers<'a> {
             capacity.map_or(0, |capacity| quantity::parse(&capacity["storage"].0).unwrap());
         if bytes > capacity && capacity > 0 {
             let handle = self.handle(volume).unwrap();
-            let grown = self.driver.ok(csi::ControllerExpandVolumeRequest {
+            let request = csi::ControllerExpandVolumeRequest {
                 volume_id: handle,
                 capacity_range: Some(csi::CapacityRange {
                     required_bytes: bytes.try_into().unwrap(),
@@ -105,7 +105,8 @@ impl<'a> Controllers<'a> {
                 }),
                 volume_capability: Some(block()),
                 ..Default::default()
-            });
+            };
+            let grown = self.driver.call_patiently(request).unwrap();
             let capacity = json!({ "storage": grown.capacity_bytes.to_string() });
             self.cluster.merge_status(&claims, &name, &json!({ "capacity": capacity }));
         }

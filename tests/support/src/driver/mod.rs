@@ -472,9 +472,9 @@ impl Driver {
         }
     }
 
-    /// Stages the volume and returns the staging path.
+    /// Stages the volume, as patiently as a kubelet, and returns the staging path.
     pub fn stage(&self, volume_id: &str, wanted: &csi::VolumeCapability) -> PathBuf {
-        self.ok(self.staging_of(volume_id, wanted));
+        self.call_patiently(self.staging_of(volume_id, wanted)).unwrap();
         self.staging(volume_id)
     }
 
@@ -482,7 +482,7 @@ impl Driver {
     pub fn publish(&self, volume_id: &str, wanted: &csi::VolumeCapability) -> PathBuf {
         self.stage(volume_id, wanted);
         let target = self.target(volume_id);
-        self.ok(self.publishing(volume_id, &target, wanted));
+        self.call_patiently(self.publishing(volume_id, &target, wanted)).unwrap();
         target
     }
 

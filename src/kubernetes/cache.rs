@@ -250,7 +250,7 @@ impl<K: Cached> Cache<K> {
     /// All objects. `None` while the watch is not running.
     pub fn all(&self) -> Option<Vec<Arc<K>>> {
         let state = self.read();
-        if state.live { state.objects.values().map(Kept::object).collect() } else { None }
+        if state.live { state.all() } else { None }
     }
 
     /// Whether the watch is running.
@@ -340,6 +340,11 @@ impl<K: Cached> State<K> {
         self.objects.insert(key, K::Kept::of(object));
     }
 
+    /// `None` if one is unusable, as for [`State::with`].
+    fn all(&self) -> Option<Vec<Arc<K>>> {
+        self.objects.values().map(Kept::object).collect()
+    }
+
     /// `None` if one is unusable: a shorter answer could hide an owner.
     fn with(&self, value: &str) -> Option<Vec<Arc<K>>> {
         let keys = self.indexed.get(value).into_iter().flatten();
@@ -347,13 +352,18 @@ impl<K: Cached> State<K> {
     }
 
     fn remove(&mut self, key: &Key, index: Index<K>) {
-        let Some(object) = self.objects.remove(key).and_then(|kept| kept.object()) else { return };
-        let Some(value) = index(&object) else { return };
-        if let Some(keys) = self.indexed.get_mut(&*value) {
+        let Some(kept) = self.objects.remove(key) else { return };
+        let remains = |keys: &mut Vec<Arc<Key>>| {
             keys.retain(|one| **one != *key);
-            if keys.is_empty() {
-                self.indexed.remove(&*value);
-            }
+            !keys.is_empty()
+        };
+        let Some(object) = kept.object() else {
+            // Its value is unknown.
+            return self.indexed.retain(|_, keys| remains(keys));
+        };
+        let Some(value) = index(&object) else { return };
+        if self.indexed.get_mut(&*value).is_some_and(|keys| !remains(keys)) {
+            self.indexed.remove(&*value);
         }
     }
 }
@@ -449,6 +459,7 @@ pub async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> kube::Re
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::core::v1::ServiceAccount;
     use serde_json::json;
     use tokio::task::JoinSet;
 
@@ -525,6 +536,51 @@ mod tests {
         assert_eq!(contents.with_recent("first").await.unwrap().len(), 1);
         put(&api, "second");
         assert_eq!(contents.with_recent("second").await.unwrap().len(), 1);
+    }
+
+    /// What a cache keeps of a ServiceAccount in these tests: nothing of "lost".
+    pub struct Forgetful(Option<Arc<ServiceAccount>>);
+
+    impl Kept<ServiceAccount> for Forgetful {
+        fn of(account: ServiceAccount) -> Self {
+            Self((account.name_any() != "lost").then(|| Arc::new(account)))
+        }
+
+        fn object(&self) -> Option<Arc<ServiceAccount>> {
+            self.0.clone()
+        }
+    }
+
+    impl Cached for ServiceAccount {
+        type Kept = Forgetful;
+
+        fn shrink(&mut self) {}
+    }
+
+    #[test]
+    fn a_list_without_an_unusable_object_is_not_returned() {
+        let index: Index<ServiceAccount> =
+            |account| account.metadata.namespace.as_deref().map(Cow::Borrowed);
+        let mut state = State::default();
+        let account = |namespace: &str, name: &str| {
+            let metadata = json!({ "namespace": namespace, "name": name });
+            serde_json::from_value(json!({ "metadata": metadata })).unwrap()
+        };
+        for name in ["first", "lost", "second"] {
+            state.put(account("shop", name), index);
+        }
+        state.put(account("bank", "first"), index);
+        let count = |state: &State<_>, value: &str| state.with(value).map(|found| found.len());
+        assert_eq!((count(&state, "shop"), count(&state, "bank")), (None, Some(1)));
+        assert!(state.all().is_none());
+        // Its removal makes the lists whole again.
+        state.remove(&Key::new("shop", "lost"), index);
+        assert_eq!((count(&state, "shop"), count(&state, "bank")), (Some(2), Some(1)));
+        assert_eq!(state.all().unwrap().len(), 3);
+        for name in ["first", "second"] {
+            state.remove(&Key::new("shop", name), index);
+        }
+        assert_eq!((count(&state, "shop"), state.indexed.len()), (Some(0), 1));
     }
 
     #[test]

@@ -25,9 +25,8 @@ manifests_of_the_provider() {
 is_unused() {
     local rest
     rest=$(kubectl get persistentvolumes,volumesnapshotcontents -o json |
-        jq -r --arg driver "$driver" '.items[] | select(.spec.csi.driver == $driver or .spec.driver == $driver) | .metadata.name')
-    echo "$rest"
-    [[ -z $rest ]]
+        jq -r --arg driver "$driver" '.items[] | select(.spec.csi.driver == $driver or .spec.driver == $driver) | .metadata.name') &&
+        equal "volumes and contents of the driver" "" "$rest"
 }
 
 clean_up() {

@@ -345,8 +345,8 @@ impl<'a> Play<'a> {
     }
 
     /// Kills the driver at the N-th fail point of the call, and does not restart it. Checks that
-    /// pods continue. Returns false if the call has fewer points. `learned`: all of them, if the
-    /// call meets the same ones each time.
+    /// pods continue. Returns false if the call has fewer points; it is checked then. `learned`: all
+    /// of them, if the call meets the same ones each time.
     pub fn die_at(&mut self, at: usize, names: &str, learned: Option<&[String]>) -> bool {
         self.prepare();
         self.scene.plan(Fault::Kill, at, names);
@@ -358,6 +358,8 @@ impl<'a> Play<'a> {
                 assert_same_way(&learned[..at], &met);
             }
             answer.unwrap();
+            // The next round starts from what this one made.
+            self.check_recovered();
             return false;
         }
         // A start that dies there was already serving.

@@ -48,6 +48,16 @@ equal() {
     }
 }
 
+# refused WORDS COMMAND...: whether the command fails with these words.
+refused() {
+    local output
+    ! output=$("${@:2}" 2>&1) || {
+        printf '%s: expected a failure, found\n%s\n' "${*:2}" "$output" >&2
+        return 1
+    }
+    [[ $output == *"$1"* ]] || equal "error of ${*:2}" "… $1 …" "$output"
+}
+
 apply() { # apply: manifests from stdin
     quietly kubectl apply --server-side -f -
 }
@@ -186,7 +196,8 @@ backup_command() { client "$@" --namespace "$namespace" --repository claim:backu
 # movers_are_gone: whether no Job, pod or claim of a mover remains.
 movers_are_gone() {
     local rest
-    rest=$(kubectl -n "$namespace" get jobs,pods,pvc --no-headers 2>/dev/null | grep csi-loopback-mover || true)
+    rest=$(kubectl -n "$namespace" get jobs,pods,pvc --no-headers) || return
+    rest=$(grep csi-loopback-mover <<<"$rest" || true)
     echo "$rest"
     [[ -z $rest ]]
 }
@@ -227,7 +238,7 @@ discard() { quietly kubectl delete --ignore-not-found --wait=false "$@"; }
 # volumes_are_gone: whether no PersistentVolume and no content of a snapshot remains.
 volumes_are_gone() {
     local rest
-    rest=$(kubectl get persistentvolumes,volumesnapshotcontents,volumegroupsnapshotcontents --no-headers 2>/dev/null)
+    rest=$(kubectl get persistentvolumes,volumesnapshotcontents,volumegroupsnapshotcontents --no-headers) || return
     echo "$rest"
     [[ -z $rest ]]
 }

@@ -72,7 +72,7 @@ in_driver "mkdir $mounted; export TMPDIR=/var/lib/kubelet/plugins CSI_ENDPOINT=u
 mounting=$!
 eventually on_node test -e "$mounted/file"
 equal "files of first, mounted" "$files_first" "$(on_node sh -c "cd $mounted; sha256sum file")"
-on_node sh -c "! touch $mounted/new 2>/dev/null"
+refused "Read-only file system" on_node touch "$mounted/new"
 in_driver "kill \$(cat /tmp/mount); rm /tmp/mount"
 wait "$mounting"
 in_driver "rmdir $mounted"

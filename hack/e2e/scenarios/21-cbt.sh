@@ -61,8 +61,6 @@ verifies() { # verifies POD SOURCE TARGET ARGUMENT...
     }
 }
 
-fails() { ! "$@" 2>/dev/null; }
-
 # released NAME: whether the container NAME of the driver's pods runs the image of that release, which took the snapshots.
 released() {
     local found
@@ -126,7 +124,7 @@ check "lister: changed blocks from an offset" lists offset "104857600 4096" -sna
 check "verifier: allocated blocks onto zeros" verifies full source blank -snapshot=second
 check "verifier: changed blocks onto the base" verifies incremental source target -snapshot=second -previous-snapshot=first
 check "verifier: changed blocks onto another device must fail" \
-    fails verifies wrong source other -snapshot=second -previous-snapshot=first
+    refused "contents do not match" verifies wrong source other -snapshot=second -previous-snapshot=first
 delete -n "$namespace" volumesnapshot/first
 check "lister: changed blocks from a deleted base" lists deleted "$changes" -snapshot=second "-previous-snapshot-id=$handle"
 count "upstream CBT tools" "$passed" "$failed" 0

@@ -31,13 +31,6 @@ delta() {
         --output json "${@:2}" | jq '.extents | length'
 }
 
-# refused WORDS COMMAND...: whether the command fails with these words.
-refused() {
-    local output
-    ! output=$("${@:2}" 2>&1) || { equal "$*" "a failure" "$output" && return 1; }
-    [[ $output == *"$1"* ]] || equal "error of ${*:2}" "… $1 …" "$output"
-}
-
 # status_at NODE TOKEN: the gRPC status of CSI's GetMetadataAllocated at the sidecar of a node, without a check of its certificate.
 status_at() {
     printf '\0\0\0\0\003\012\001x' | in_network curl --silent --insecure --http2 --max-time 20 --data-binary @- --output /dev/null \

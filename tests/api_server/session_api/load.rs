@@ -14,11 +14,6 @@ use support::cluster::session::{allocated, call_through, delta, random_token};
 use support::cluster::sidecar::{AUDIENCE, channel, client_at, collect};
 use support::driver::wait_for;
 
-/// Waits for the audit log, which is slightly delayed.
-fn settle() {
-    sleep(Duration::from_millis(500));
-}
-
 #[test]
 #[ignore = "full tier"]
 fn a_known_token_costs_the_api_server_nothing() {
@@ -42,7 +37,6 @@ fn a_known_token_costs_the_api_server_nothing() {
     for _ in 0..3 {
         rig.refused(allocated(&random_token(), "first"), Code::Unauthenticated, "");
     }
-    settle();
     assert_eq!(rig.session_requests("get"), lookups + 3);
 }
 
@@ -81,7 +75,6 @@ fn concurrent_requests_for_a_token_cost_one_call() {
     // A lookup is cached for a second: a later call costs another one.
     let calls = 1 + begun.elapsed().as_secs() as usize;
     assert_eq!(codes, vec![Code::Ok; 100]);
-    settle();
     let lookups = rig.session_requests("get") - before;
     assert!((1..=calls).contains(&lookups), "{lookups} calls for all of them");
 }

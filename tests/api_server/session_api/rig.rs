@@ -134,12 +134,11 @@ impl<'a> Rig<'a> {
     /// The sidecar's requests for session data, by verb.
     pub fn session_requests(&self, verb: &str) -> usize {
         let user = self.own.user();
-        let concerns = |request: &&serde_json::Value| {
+        self.cluster.count_requests(|request| {
             request["user"]["username"] == user.as_str()
                 && request["verb"] == verb
                 && request["objectRef"]["resource"] == "snapshotsessiondata"
-        };
-        self.cluster.requests().iter().filter(concerns).count()
+        })
     }
 
     /// A backup application's account for the released API.

@@ -56,7 +56,7 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-use crate::driver::wait_for;
+use crate::driver::{PATIENCE, wait_for};
 use crate::{REPOSITORY, keep, path};
 use kubelet::Node;
 use programs::Process;
@@ -292,13 +292,19 @@ impl Cluster {
         self.requests_from.store(length, Ordering::Relaxed);
     }
 
-    /// The number of requests of a user, once no more are logged: the log has a request some time
-    /// after its response. Not counted: watches, which end and begin again on their own.
+    /// The number of requests of a user, as by [`Cluster::count_requests`]. Not counted: watches,
+    /// which end and begin again on their own.
     pub fn requests_by(&self, user: &str) -> usize {
-        let is_counted = |one: &Value| one["user"]["username"] == user && one["verb"] != "watch";
-        let count = || self.requests().into_iter().filter(is_counted).count();
-        let (mut counted, mut since) = (count(), Instant::now());
+        self.count_requests(|one| one["user"]["username"] == user && one["verb"] != "watch")
+    }
+
+    /// The number of these requests, once no more are logged: the log has a request some time after
+    /// its response.
+    pub fn count_requests(&self, is_counted: impl Fn(&Value) -> bool) -> usize {
+        let count = || self.requests().iter().filter(|one| is_counted(one)).count();
+        let (mut counted, begun, mut since) = (count(), Instant::now(), Instant::now());
         while since.elapsed() < Duration::from_millis(500) {
+            assert!(begun.elapsed() < PATIENCE, "requests do not end: {counted}");
             thread::sleep(Duration::from_millis(50));
             let now = count();
             if now != counted {

@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -175,9 +174,7 @@ impl Scene {
             let status = self.driver.wait();
             assert_eq!(status.signal(), Some(libc::SIGKILL), "the driver ended: {status}");
         }
-        // A tool that is being started holds the driver's descriptors until it executes.
-        let socket = self.driver.socket();
-        wait_for("the dead driver's socket is closed", || UnixStream::connect(&socket).is_err());
+        self.driver.wait_until_closed();
     }
 
     /// Stops the driver, checks the pool, and starts the driver again.

@@ -212,7 +212,7 @@ impl<'a> Rig<'a> {
         self.delete(pod);
         self.wait_until_cleaned_up(pod, volumes);
         wait_for("deletion of the entries", || self.handed_over() == 0);
-        assert_eq!(self.host_mounts(), Vec::<String>::new());
+        wait_for("the unmount on the host", || self.host_mounts().is_empty());
     }
 
     /// The number of entries of crust_ops.

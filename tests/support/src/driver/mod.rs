@@ -296,7 +296,17 @@ impl Driver {
             let _ = child.wait();
         }
         self.channel = None;
+        self.wait_until_closed();
         status.expect("the driver ends")
+    }
+
+    /// Waits until the socket of a driver that ended is closed: a tool that a killed one was
+    /// starting holds its descriptors until it executes. A later start would take that socket for
+    /// its own.
+    pub fn wait_until_closed(&self) {
+        wait_for("the ended driver's socket is closed", || {
+            UnixStream::connect(self.socket()).is_err()
+        });
     }
 
     /// Sends SIGTERM and waits for the end.

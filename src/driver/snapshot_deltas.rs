@@ -28,7 +28,7 @@ pub fn list(
         Style::Variable => Style::Fixed(BLOCK_SIZE),
         fixed => fixed,
     };
-    let opened = plugin.open(METHOD, req, style, |backend| open(backend, req, style))?;
+    let opened = plugin.open(METHOD, req, style, open(&plugin.backend, req, style)?)?;
     let (size, max) = (opened.unit_bytes, opened.per_message);
     let (changed_blocks, next) = match opened.stream {
         Stream::Intact(extents) => take(extents, size, max)?,

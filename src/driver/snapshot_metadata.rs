@@ -4,7 +4,7 @@
 
 use tonic::{Request, Response, Status};
 
-use super::fault::{Requested, Stream, Wrong};
+use super::fault::{Requested, Stream};
 use super::frame::Preamble;
 use super::stream::{Batcher, Limits, Messages, extents_per_message, start};
 use super::{Plugin, request, status};
@@ -25,7 +25,9 @@ impl SnapshotMetadata for Plugin {
         request: Request<csi::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Messages>, Status> {
         let (method, req) = ("GetMetadataAllocated", request.get_ref());
-        let wrong = self.faults.wrong(method, &Subject::of(req));
+        let Some(wrong) = self.faults.wrong(method, &Subject::of(req)) else {
+            return self.metadata(method, request, allocated, number).await;
+        };
         let requested = Requested {
             starting_offset: req.starting_offset,
             max_results: req.max_results,
@@ -33,7 +35,7 @@ impl SnapshotMetadata for Plugin {
             deadline: deadline(request.metadata()),
         };
         let right = self.metadata(method, request, allocated, number).await;
-        or_wrong(wrong, requested, right).await
+        wrong.apply(requested, right).await
     }
 
     async fn get_metadata_delta(
@@ -41,7 +43,9 @@ impl SnapshotMetadata for Plugin {
         request: Request<csi::GetMetadataDeltaRequest>,
     ) -> Result<Response<Messages>, Status> {
         let (method, req) = ("GetMetadataDelta", request.get_ref());
-        let wrong = self.faults.wrong(method, &Subject::of(req));
+        let Some(wrong) = self.faults.wrong(method, &Subject::of(req)) else {
+            return self.metadata(method, request, delta, number).await;
+        };
         let requested = Requested {
             starting_offset: req.starting_offset,
             max_results: req.max_results,
@@ -49,19 +53,7 @@ impl SnapshotMetadata for Plugin {
             deadline: deadline(request.metadata()),
         };
         let right = self.metadata(method, request, delta, number).await;
-        or_wrong(wrong, requested, right).await
-    }
-}
-
-/// The right response, or that of `--fault wrong-metadata`.
-async fn or_wrong(
-    wrong: Option<Wrong>,
-    requested: Requested,
-    right: Result<Response<Messages>, Status>,
-) -> Result<Response<Messages>, Status> {
-    match wrong {
-        Some(wrong) => wrong.apply(requested, right).await,
-        None => right,
+        wrong.apply(requested, right).await
     }
 }
 
@@ -90,7 +82,7 @@ impl Plugin {
         let call = self.calls.begin(method, &req);
         let plugin = self.clone();
         let opening = tokio::task::spawn_blocking(move || {
-            plugin.open(method, &req, plugin.style, |backend| open(backend, &req))
+            plugin.open(method, &req, plugin.style, open(&plugin.backend, &req)?)
         });
         let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method).into()));
         match opened {
@@ -103,15 +95,14 @@ impl Plugin {
         }
     }
 
-    /// Opens the map that `open` finds at the requested offset. Blocks.
+    /// Opens a map at the requested offset. Blocks.
     pub(super) fn open(
         &self,
         method: &str,
         req: &impl Describe,
         style: Style,
-        open: impl FnOnce(&Backend) -> Checked<MapRequest>,
+        MapRequest { map, part }: MapRequest,
     ) -> Answer<Opened> {
-        let MapRequest { map, part } = open(&self.backend)?;
         let subject = Subject::of(req);
         self.faults.check_ready(&self.backend, subject.snapshot_ids())?;
         self.faults.before(method, &subject)?;

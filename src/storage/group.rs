@@ -31,12 +31,12 @@ pub fn create(store: &Store, name: &str, volume_ids: &[String]) -> Result<GroupS
         take_snapshot::undo(store, &members, Some(&existing))?;
     }
     let pool = store.catalog.pool()?;
-    let group_id = ids::new_id(&pool, GROUP_PREFIX, name)?;
+    let group_id = ids::new_id(pool, GROUP_PREFIX, name)?;
     let mut rows = Vec::with_capacity(volume_ids.len());
     for (number, id) in volume_ids.iter().enumerate() {
         let volume = reading.live_volume(id)?;
         writeback::check(store, &volume)?;
-        let row = snapshot::new_row(&pool, &volume, &format!("{name}-{number}"), Some(&group_id))?;
+        let row = snapshot::new_row(pool, &volume, &format!("{name}-{number}"), Some(&group_id))?;
         rows.push((volume, row));
     }
     drop(reading);

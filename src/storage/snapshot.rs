@@ -49,7 +49,7 @@ pub fn create(store: &Store, name: &str, volume_id: &str) -> Result<Snapshot> {
     let volume = reading.live_volume(volume_id)?;
     drop(reading);
     writeback::check(store, &volume)?;
-    let row = new_row(&store.catalog.pool()?, &volume, name, None)?;
+    let row = new_row(store.catalog.pool()?, &volume, name, None)?;
     let snapshots = take_snapshot::take(store, vec![(volume, row)], None)?;
     snapshots.into_iter().next().ok_or_else(|| Error::Failed("no snapshot was taken".to_owned()))
 }

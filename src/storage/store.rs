@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Config;
-use super::catalog::{Catalog, ReadTx, SnapshotFile};
+use super::catalog::{Catalog, SnapshotFile};
 use super::clone_ahead::ClonesAhead;
-use super::error::{Context, Error, Kind, Result};
+use super::error::{Context, Error, Result};
 use super::freeze_guard::Guard;
 use super::locks::Locks;
 use super::loop_device::{LoopDevice, timeless};
-use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::model::{Predecessor, Snapshot, Volume};
 use super::pool::{self, Pool};
 use super::steady_clock::SteadyClock;
 use super::tracker::RecordReader;
@@ -179,22 +179,6 @@ impl Store {
     pub fn device_of(&self, volume: &Volume) -> Result<Option<LoopDevice>> {
         let backing = self.find_volume(volume)?;
         Ok(LoopDevice::find(&backing)?.into_iter().next())
-    }
-}
-
-impl ReadTx {
-    /// A volume that exists in the API.
-    pub fn live_volume(&self, id: &str) -> Result<Volume> {
-        self.get::<Volume>(id)?
-            .filter(|volume| volume.phase == Phase::Ready)
-            .ok_or_else(|| Error::not_found(Kind::Volume, id))
-    }
-
-    /// A snapshot that exists in the API.
-    pub fn live_snapshot(&self, id: &str) -> Result<Snapshot> {
-        self.get::<Snapshot>(id)?
-            .filter(|snapshot| snapshot.phase == SnapshotPhase::Ready)
-            .ok_or_else(|| Error::not_found(Kind::Snapshot, id))
     }
 }
 

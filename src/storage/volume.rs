@@ -55,7 +55,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
     }
     let source = request.source.as_ref().map(|source| open_source(store, source)).transpose()?;
     let volume = Volume {
-        id: ids::new_id(&store.catalog.pool()?, VOLUME_PREFIX, name)?,
+        id: ids::new_id(store.catalog.pool()?, VOLUME_PREFIX, name)?,
         name: name.clone(),
         capacity_bytes: capacity(store, request, source.as_ref())?,
         phase: Phase::Creating,

@@ -88,22 +88,31 @@ impl Authenticator {
     }
 }
 
-impl Caller {
-    #[cfg(test)]
-    pub fn new(reviewer: Reviewer, user: UserInfo) -> Self {
-        Self { reviewer, user: Arc::new(user) }
-    }
+/// The user of an accepted token.
+pub trait User: Send + Sync {
+    fn username(&self) -> Option<&str>;
 
-    pub fn username(&self) -> Option<&str> {
+    /// Refuses a user who may not get VolumeSnapshots in the namespace.
+    fn authorize(&self, namespace: &str) -> impl Future<Output = Result<(), Refusal>> + Send;
+}
+
+impl User for Caller {
+    fn username(&self) -> Option<&str> {
         self.user.username.as_deref()
     }
 
-    /// Refuses a caller that has no permission to get VolumeSnapshots in the namespace.
-    pub async fn authorize(&self, namespace: &str) -> Result<(), Refusal> {
+    async fn authorize(&self, namespace: &str) -> Result<(), Refusal> {
         if self.may_get(namespace, None).await? {
             return Ok(());
         }
         Err(not_allowed(self.username(), namespace))
+    }
+}
+
+impl Caller {
+    #[cfg(test)]
+    pub fn new(reviewer: Reviewer, user: UserInfo) -> Self {
+        Self { reviewer, user: Arc::new(user) }
     }
 
     /// Whether the caller may get this VolumeSnapshot, or, without a name, all of the namespace.

@@ -4,7 +4,7 @@
 
 use tokio::sync::watch;
 
-use super::access::{Authenticator, Caller, authenticate};
+use super::access::{Authenticator, Caller, User, authenticate};
 use super::driver_link::DriverLink;
 use super::refusal::Refusal;
 use super::request::MetadataRequest;
@@ -17,23 +17,13 @@ use telemetry::peer::Peer;
 
 /// Answers the three questions, in this order.
 pub trait Directory: Clone + Send + Sync + 'static {
-    /// The user of an accepted token.
-    type Caller: Send + Sync;
+    type Caller: User;
 
     fn authenticate(
         &self,
         request: &MetadataRequest,
         peer: Peer,
     ) -> impl Future<Output = Result<Self::Caller, Refusal>> + Send;
-
-    fn username(caller: &Self::Caller) -> Option<&str>;
-
-    /// Refuses a user who may not get VolumeSnapshots in the namespace.
-    fn authorize(
-        &self,
-        caller: &Self::Caller,
-        namespace: &str,
-    ) -> impl Future<Output = Result<(), Refusal>> + Send;
 
     /// The handles of the request's snapshots, after checks that the user may use them and that
     /// they fit each other.
@@ -79,14 +69,6 @@ impl Directory for Cluster {
 
     async fn authenticate(&self, request: &MetadataRequest, peer: Peer) -> Result<Caller, Refusal> {
         authenticate(&self.authenticator, &self.driver, &request.token, peer).await
-    }
-
-    fn username(caller: &Caller) -> Option<&str> {
-        caller.username()
-    }
-
-    async fn authorize(&self, caller: &Caller, namespace: &str) -> Result<(), Refusal> {
-        caller.authorize(namespace).await
     }
 
     async fn handles(

@@ -16,7 +16,6 @@ use super::metrics::{Metrics, Operation};
 use super::nodes::Nodes;
 use super::refusal::{Reason, Refusal};
 use super::relay::{Limits, Opened, Relay, Rewrite, exiting, of_driver, too_long};
-use super::request::{Token, bearer};
 use super::stream_limit::{StreamLimit, StreamPermit};
 use grpc::deadline;
 use kubernetes::secret::Secrets;
@@ -123,8 +122,6 @@ impl Prepared {
 pub struct Context {
     pub deadline: Instant,
     pub peer: Peer,
-    /// The token in the header `authorization`. Clients of the public APIs send theirs in the message.
-    pub bearer: Option<Token>,
 }
 
 /// One of the APIs that the sidecar serves.
@@ -147,17 +144,16 @@ pub trait MetadataApi: Sync {
         &self,
         operation: Operation,
         request: Request<R>,
-        parse: fn(R) -> Result<Self::Request, Refusal>,
+        parse: impl FnOnce(R) -> Result<Self::Request, Refusal>,
     ) -> impl Future<Output = Result<Response<Relay>, Status>> + Send {
         let sidecar = self.sidecar();
         let latest = Instant::now() + sidecar.max_duration;
         let deadline = deadline(request.metadata()).map_or(latest, |deadline| deadline.min(latest));
         let peer = request.extensions().get().copied().unwrap_or_else(Peer::unknown);
-        let bearer = bearer(request.metadata().as_ref()).map(|token| token.to_owned().into());
         let request = parse(request.into_inner());
         async move {
             let mut call = sidecar.begin(operation)?;
-            let context = Context { deadline, peer, bearer };
+            let context = Context { deadline, peer };
             let opening = async { self.open(&mut call, request?, context).await };
             let opened = tokio::select! {
                 opened = timeout_at(deadline, opening) => opened.unwrap_or_else(|_| Err(too_long())),

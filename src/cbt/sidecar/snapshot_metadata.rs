@@ -4,6 +4,7 @@
 
 use tonic::{Code, Request, Response, Status};
 
+use super::access::User;
 use super::call::Call;
 use super::directory::Directory;
 use super::metrics::Operation;
@@ -76,12 +77,11 @@ impl<D: Directory> SnapshotMetadataApi<D> {
         peer: Peer,
     ) -> Result<Prepared, Refusal> {
         let caller = self.directory.authenticate(request, peer).await?;
-        let username = D::username(&caller);
-        call.set_user(username);
-        self.directory.authorize(&caller, &request.namespace).await?;
+        call.set_user(caller.username());
+        caller.authorize(&request.namespace).await?;
         let driver = self.sidecar.driver.capable()?;
-        let stream =
-            self.sidecar.streams.acquire(username.unwrap_or_default(), &request.namespace)?;
+        let user = caller.username().unwrap_or_default();
+        let stream = self.sidecar.streams.acquire(user, &request.namespace)?;
         let handles = self.directory.handles(&driver, request, &caller).await?;
         Ok(Prepared::new(handles, (request.starting_offset, request.max_results), stream))
     }

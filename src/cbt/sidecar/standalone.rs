@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
-use super::access::not_allowed;
+use super::access::{User, not_allowed};
 use super::args::Args;
 use super::directory::{Directory, Handles};
 use super::driver_link::{Driver, DriverLink};
@@ -171,6 +171,19 @@ struct Holder {
     token: StaticToken,
 }
 
+impl User for Holder {
+    fn username(&self) -> Option<&str> {
+        Some(&self.name)
+    }
+
+    async fn authorize(&self, namespace: &str) -> Result<(), Refusal> {
+        match self.token.may_get(namespace) {
+            true => Ok(()),
+            false => Err(not_allowed(self.username(), namespace)),
+        }
+    }
+}
+
 impl Directory for Standalone {
     type Caller = Holder;
 
@@ -183,17 +196,6 @@ impl Directory for Standalone {
                 Reason::Unauthenticated,
                 "security_token: is not one of the tokens that csi-loopback dev has printed or was given",
             )),
-        }
-    }
-
-    fn username(caller: &Holder) -> Option<&str> {
-        Some(&caller.name)
-    }
-
-    async fn authorize(&self, caller: &Holder, namespace: &str) -> Result<(), Refusal> {
-        match caller.token.may_get(namespace) {
-            true => Ok(()),
-            false => Err(not_allowed(Some(&caller.name), namespace)),
         }
     }
 

@@ -9,7 +9,7 @@ mod verify;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use nix::errno::Errno;
 use redb::{
@@ -23,7 +23,7 @@ use super::direct::DirectFile;
 use super::error::{Context, Error, Kind, Result};
 use super::fail_point::reach;
 use super::ids;
-use super::model::{Attachment, Group, Inline, Volume};
+use super::model::{Attachment, Group, Inline, Phase, Snapshot, SnapshotPhase, Volume};
 use super::pool::sync_directory;
 use file::{CatalogFile, Mode};
 
@@ -105,6 +105,8 @@ pub struct Catalog {
     store: RwLock<OpenStore>,
     /// Files that were removed since the last transaction. The next one records the removals.
     removed: Mutex<Vec<SnapshotFile>>,
+    /// Set once read; never changes.
+    pool: OnceLock<String>,
 }
 
 struct OpenStore {
@@ -167,8 +169,13 @@ impl Catalog {
     fn with(path: &Path, file: DirectFile, release_reserve: ReleaseReserve) -> Result<Self> {
         let is_blank = file.len().context(|| format!("opening {}", path.display()))? == 0;
         let store = RwLock::new(OpenStore::new(file, Mode::Durable, release_reserve.clone())?);
-        let catalog =
-            Self { path: path.to_owned(), release_reserve, store, removed: Mutex::default() };
+        let catalog = Self {
+            path: path.to_owned(),
+            release_reserve,
+            store,
+            removed: Mutex::default(),
+            pool: OnceLock::new(),
+        };
         catalog.prepare(is_blank)?;
         Ok(catalog)
     }
@@ -234,7 +241,15 @@ impl Catalog {
     }
 
     /// The digits of the pool in new ids. A catalog from before they existed receives them.
-    pub fn pool(&self) -> Result<String> {
+    pub fn pool(&self) -> Result<&str> {
+        if let Some(pool) = self.pool.get() {
+            return Ok(pool);
+        }
+        let pool = self.read_pool()?;
+        Ok(self.pool.get_or_init(|| pool))
+    }
+
+    fn read_pool(&self) -> Result<String> {
         if let Some(pool) = self.read()?.pool()? {
             return Ok(pool);
         }
@@ -325,6 +340,20 @@ impl ReadTx {
 
     pub fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
         R::find(&self.0, key)
+    }
+
+    /// A volume that exists in the API.
+    pub fn live_volume(&self, id: &str) -> Result<Volume> {
+        self.get::<Volume>(id)?
+            .filter(|volume| volume.phase == Phase::Ready)
+            .ok_or_else(|| Error::not_found(Kind::Volume, id))
+    }
+
+    /// A snapshot that exists in the API.
+    pub fn live_snapshot(&self, id: &str) -> Result<Snapshot> {
+        self.get::<Snapshot>(id)?
+            .filter(|snapshot| snapshot.phase == SnapshotPhase::Ready)
+            .ok_or_else(|| Error::not_found(Kind::Snapshot, id))
     }
 
     pub fn by_name<R: Named>(&self, name: &str) -> Result<Option<R>> {

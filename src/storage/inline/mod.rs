@@ -123,7 +123,7 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     check_directory("target_path", target)?;
     let mut row = Inline {
         handle: (*handle).to_owned(),
-        id: ids::new_id(&store.catalog.pool()?, INLINE_PREFIX, handle)?,
+        id: ids::new_id(store.catalog.pool()?, INLINE_PREFIX, handle)?,
         phase: Phase::Creating,
         target: target.to_path_buf(),
         capacity_bytes: blocks::capacity(store, request)?,

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 pub use block_map::{BlockMap, Extents, Style};
 pub use reader::RecordReader;
-pub use writer::{RecordWriter, Written};
+pub use writer::RecordWriter;
 
 use super::error::Error;
 use super::units::BLOCK_SIZE;

@@ -31,20 +31,12 @@ struct Building {
     bitmap: Bitmap,
     segment: u64,
     blocks: RoaringBitmap,
-    total: u64,
 }
 
 impl Building {
     fn new(bitmap: Bitmap) -> Self {
-        Self { bitmap, segment: 0, blocks: RoaringBitmap::new(), total: 0 }
+        Self { bitmap, segment: 0, blocks: RoaringBitmap::new() }
     }
-}
-
-/// The number of blocks of a finished record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Written {
-    pub allocated_blocks: u64,
-    pub changed_blocks: u64,
 }
 
 pub struct RecordWriter {
@@ -106,7 +98,7 @@ impl RecordWriter {
     }
 
     /// Writes the index and makes the file durable.
-    pub fn finish(mut self) -> Result<Written> {
+    pub fn finish(mut self) -> Result<()> {
         flush(&mut self.output, &mut self.index, &mut self.allocated)?;
         flush(&mut self.output, &mut self.index, &mut self.changed)?;
         self.index.sort_by_key(|entry| (entry.bitmap, entry.segment));
@@ -127,8 +119,7 @@ impl RecordWriter {
         let file = file.context(writing)?;
         reach("record.written")?;
         file.sync_all().context(writing)?;
-        reach("record.flushed")?;
-        Ok(Written { allocated_blocks: self.allocated.total, changed_blocks: self.changed.total })
+        reach("record.flushed")
     }
 }
 
@@ -148,7 +139,6 @@ fn flush(output: &mut Output, index: &mut Vec<IndexEntry>, building: &mut Buildi
         checksum: crc32c::crc32c(&bytes),
         blocks: blocks.len(),
     });
-    building.total += blocks.len();
     output.append(&bytes).context(writing)
 }
 

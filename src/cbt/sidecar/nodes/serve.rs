@@ -4,13 +4,13 @@
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use crate::sidecar::access::{Authenticator, authenticate};
+use crate::sidecar::access::{Authenticator, User, authenticate};
 use crate::sidecar::call::Call;
 use crate::sidecar::driver_link::DriverRequest;
 use crate::sidecar::metrics::Operation;
 use crate::sidecar::refusal::{Reason, Refusal};
 use crate::sidecar::relay::{Opened, Relay};
-use crate::sidecar::request;
+use crate::sidecar::request::{self, Token};
 use crate::sidecar::service::{Context, MetadataApi, Prepared, Sidecar};
 use csi::snapshot_metadata_server::SnapshotMetadata;
 use grpc::proto::csi::v1 as csi;
@@ -29,6 +29,8 @@ pub struct NodeApi {
 
 /// A valid request.
 pub struct NodeRequest {
+    /// Of the header `authorization`.
+    token: Option<Token>,
     driver_request: DriverRequest,
     secrets: Secrets,
 }
@@ -46,9 +48,9 @@ impl MetadataApi for NodeApi {
         request: NodeRequest,
         context: Context,
     ) -> Result<Opened, Refusal> {
-        let NodeRequest { driver_request, secrets } = request;
+        let NodeRequest { token, driver_request, secrets } = request;
         call.set_snapshots(&driver_request.target, driver_request.base.as_deref());
-        let token = context.bearer.ok_or_else(|| {
+        let token = token.ok_or_else(|| {
             Refusal::new(Reason::Unauthenticated, "authorization: is not a bearer token")
         })?;
         let driver = &self.sidecar.driver;
@@ -67,17 +69,28 @@ impl MetadataApi for NodeApi {
     }
 }
 
-fn allocated(request: csi::GetMetadataAllocatedRequest) -> Result<NodeRequest, Refusal> {
+/// Clients of the public APIs send their token in the message.
+fn token<R>(request: &Request<R>) -> Option<Token> {
+    request::bearer(request.metadata().as_ref()).map(|token| token.to_owned().into())
+}
+
+fn allocated(
+    token: Option<Token>,
+    request: csi::GetMetadataAllocatedRequest,
+) -> Result<NodeRequest, Refusal> {
     let csi::GetMetadataAllocatedRequest { snapshot_id, starting_offset, max_results, secrets } =
         request;
     request::handle("snapshot_id", &snapshot_id)?;
     request::window(starting_offset, max_results)?;
     let driver_request =
         DriverRequest { target: snapshot_id, base: None, starting_offset, max_results };
-    Ok(NodeRequest { driver_request, secrets: secrets.into_iter().collect() })
+    Ok(NodeRequest { token, driver_request, secrets: secrets.into_iter().collect() })
 }
 
-fn delta(request: csi::GetMetadataDeltaRequest) -> Result<NodeRequest, Refusal> {
+fn delta(
+    token: Option<Token>,
+    request: csi::GetMetadataDeltaRequest,
+) -> Result<NodeRequest, Refusal> {
     let csi::GetMetadataDeltaRequest {
         base_snapshot_id,
         target_snapshot_id,
@@ -90,7 +103,7 @@ fn delta(request: csi::GetMetadataDeltaRequest) -> Result<NodeRequest, Refusal> 
     request::window(starting_offset, max_results)?;
     let (target, base) = (target_snapshot_id, Some(base_snapshot_id));
     let driver_request = DriverRequest { target, base, starting_offset, max_results };
-    Ok(NodeRequest { driver_request, secrets: secrets.into_iter().collect() })
+    Ok(NodeRequest { token, driver_request, secrets: secrets.into_iter().collect() })
 }
 
 #[tonic::async_trait]
@@ -102,13 +115,15 @@ impl SnapshotMetadata for NodeApi {
         &self,
         request: Request<csi::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Relay>, Status> {
-        self.serve(Operation::Allocated, request, allocated).await
+        let token = token(&request);
+        self.serve(Operation::Allocated, request, |request| allocated(token, request)).await
     }
 
     async fn get_metadata_delta(
         &self,
         request: Request<csi::GetMetadataDeltaRequest>,
     ) -> Result<Response<Relay>, Status> {
-        self.serve(Operation::Delta, request, delta).await
+        let token = token(&request);
+        self.serve(Operation::Delta, request, |request| delta(token, request)).await
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use clap::ValueEnum;
 use kube::ResourceExt;
 
-use super::access::Caller;
+use super::access::{Caller, User};
 use super::refusal::{Reason, Refusal};
 use kubernetes::bound_snapshot::{self, Part, Problem, Snapshot};
 use kubernetes::cache::Key;

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# hack/release-check.sh [--vm] DIRECTORY: tests the files that hack/release.sh made, from these files alone: checksums; the
+# hack/release-check.sh [--docker] [--vm] DIRECTORY: tests the files that hack/release.sh made, from these files alone: checksums; the
 # Debian package in a bare Debian tree, with its units; the RPM package; chart, manifests and images.
 #
+#   --docker   also runs the docker commands of README.md, with the docker daemon of this machine: the driver takes a
+#          snapshot through the socket
 #   --vm   also boots that tree with systemd in a virtual machine (hack/vm.sh): the driver starts as a service, survives a
 #          kill, and backs up and restores a snapshot
 #
@@ -15,17 +17,23 @@ source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/oci.sh
 source "$repo/hack/oci.sh"
 
-in_vm=
-case ${1:-} in
--h | --help) usage && exit ;;
---vm) in_vm=1 && shift ;;
-esac
+in_docker='' in_vm=''
+while [[ ${1:-} == -* ]]; do
+    case $1 in
+    -h | --help) usage && exit ;;
+    --docker) in_docker=1 ;;
+    --vm) in_vm=1 ;;
+    *) die "unknown option $1; see --help" ;;
+    esac
+    shift
+done
 [[ $# == 1 && -e ${1:-}/SHA256SUMS ]] || die "DIRECTORY of hack/release.sh is required; see --help"
 release=$(realpath "$1")
 is_root || die "needs root, for a Debian tree"
 install_missing mmdebstrap jq rpm >&2 || die "required commands are missing"
 work=$(mktemp --directory --tmpdir csi-loopback-release.XXXXXX)
-trap 'umount --quiet "$work"/root/{proc,dev} || true; rm -rf --one-file-system "$work"' EXIT
+container=
+trap '[[ -z $container ]] || docker rm --force --volumes "$container"; umount --quiet "$work"/root/{proc,dev} || true; rm -rf --one-file-system "$work"' EXIT
 root=$work/root
 
 step() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
@@ -107,6 +115,22 @@ test_deployment() {
     fi
 }
 
+# test_docker: the commands for CI give a driver that serves on ./csi/csi.sock.
+test_docker() {
+    local socket=$work/csi/csi.sock command
+    ln -s "$release/images" "$work/images"
+    (cd "$work" && bash -euc "$(readme 'docker load')" && bash -euc "$(readme 'docker run')") | tee "$work/docker.log"
+    container=$(tail -n 1 "$work/docker.log")
+    for _ in {1..100}; do [[ ! -S $socket ]] || break; sleep 0.2; done
+    docker logs "$container"
+    for command in "volume create data --size 64Mi" "snapshot create monday --volume data" "snapshot allocated monday"; do
+        # shellcheck disable=SC2086 # words
+        CSI_ENDPOINT=unix://$socket "$root/usr/bin/csi-loopback" $command
+    done
+    docker rm --force --volumes "$container"
+    container=
+}
+
 step "checksums"
 (cd "$release" && sha256sum --quiet --check SHA256SUMS)
 step "the package in a bare Debian tree"
@@ -115,6 +139,10 @@ test_package
 step "the RPM package, images, chart and manifests"
 test_rpm
 test_deployment
+if [[ -n $in_docker ]]; then
+    step "the driver in a container of docker"
+    test_docker
+fi
 if [[ -n $in_vm ]]; then
     step "the service in a virtual machine"
     umount "$root/dev" "$root/proc"

@@ -70,7 +70,7 @@ fn a_pod_deleted_while_kubelet_and_proxy_are_down_is_cleaned_up() {
     rig.node.resume();
     rig.wait_until_cleaned_up(&pod, &[]);
     rig.wait_until_detached(&id);
-    assert_eq!(rig.handed_over(), 0);
+    wait_for("deletion of the entry", || rig.handed_over() == 0);
     rig.proxy.wait_for_stored(0);
     let again = rig.run_opted("comes");
     assert_eq!(rig.exec(&again, "cat /data/kept"), "kept\n");

@@ -10,7 +10,7 @@ use super::rig::{Rig, SIZE};
 use support::MIB;
 use support::cluster::kubelet::CreatedPod;
 use support::cluster::runtime::{assert_served, demanding, device_of};
-use support::driver::loops_named;
+use support::driver::{loops_named, wait_for};
 
 #[test]
 #[ignore = "full tier"]
@@ -96,7 +96,9 @@ fn only_the_named_volumes_of_a_pod_are_deferred() {
     let abnormal = rig.proxy.metrics("volume_stats_health_status_abnormal{");
     assert_eq!((abnormal.len(), rig.proxy.number("volume_stats_health_status_abnormal{")), (3, 0));
     rig.delete_and_wait(&pod, &["own", "other"]);
-    assert_eq!(rig.proxy.metrics("volume_stats_health_status_abnormal{"), Vec::<String>::new());
+    wait_for("the end of the metrics", || {
+        rig.proxy.metrics("volume_stats_health_status_abnormal{").is_empty()
+    });
     for id in ids.iter().chain([&made]) {
         rig.wait_until_detached(id);
     }

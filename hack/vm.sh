@@ -132,12 +132,14 @@ Environment=TMPDIR=/scratch HOME=/root
 StandardOutput=tty
 StandardError=tty
 TTYPath=/dev/ttyS0
-ExecStart=/bin/bash -c '/bin/bash /root/command; echo "exit code \$\$?"'
+ExecStart=/bin/bash -c '/bin/bash /root/command; echo "exit code \\\$\\\$?"'
 ExecStopPost=/bin/systemctl --force --force poweroff
 UNIT
 mkdir -p /new/etc/systemd/system/default.target.wants
 ln -s ../vm-command.service /new/etc/systemd/system/default.target.wants/vm-command.service
 ln -sf multi-user.target /new/etc/systemd/system/default.target
+# A login prompt hangs up the terminal, and ends the command with it.
+ln -sf /dev/null /new/etc/systemd/system/serial-getty@ttyS0.service
 # Its initrd would do this.
 : >/new/etc/machine-id
 exec switch_root /new /sbin/init

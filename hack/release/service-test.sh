@@ -22,6 +22,8 @@ echo 'CSI_LOOPBACK_DRIVER_FLAGS="--pool image --pool-size 1Gi --target-root /mnt
 bash -euxc "$(</root/readme-start)"
 [[ -S /run/csi-loopback/csi.sock && -S /run/csi-loopback/freeze-guard.sock ]]
 [[ $(systemctl is-active csi-loopback csi-loopback-freeze-guard | sort -u) == active ]]
+# Where a backup stages a snapshot; the driver takes no path outside of --target-root.
+export TMPDIR=/mnt
 say "a volume on the host's mount table"
 csi-loopback volume create data --size 64Mi
 mkdir -p /mnt/staging /mnt/data /mnt/restored

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# hack/release-check.sh [--docker] [--vm] DIRECTORY: tests the files that hack/release.sh made, from these files alone: checksums; the
-# Debian package in a bare Debian tree, with its units; the RPM package; chart, manifests and images.
+# hack/release-check.sh [--docker] [--vm] DIRECTORY: tests the files that hack/release.sh made, from these files alone:
+# checksums; the Debian package in a bare Debian tree, with its units; the RPM package; chart, manifests and images.
 #
-#   --docker   also runs the docker commands of README.md, with the docker daemon of this machine: the driver takes a
-#          snapshot through the socket
-#   --vm   also boots that tree with systemd in a virtual machine (hack/vm.sh): the driver starts as a service, survives a
-#          kill, and backs up and restores a snapshot
+#   --docker  also runs the docker commands of README.md, with the docker daemon of this machine: the driver takes a
+#             snapshot through the socket
+#   --vm      also boots that tree with systemd in a virtual machine (hack/vm.sh): the driver starts as a service,
+#             survives a kill, and backs up and restores a snapshot
 #
 # DEBIAN_SUITE   the Debian release of the tree, by default that of deploy/Dockerfile
 # RELEASE_KERNEL Debian kernel package of the virtual machine (linux-image-amd64)
@@ -119,8 +119,9 @@ test_deployment() {
 test_docker() {
     local socket=$work/csi/csi.sock command
     ln -s "$release/images" "$work/images"
-    (cd "$work" && bash -euc "$(readme 'docker load')" && bash -euc "$(readme 'docker run')") | tee "$work/docker.log"
-    container=$(tail -n 1 "$work/docker.log")
+    (cd "$work" && bash -euc "$(readme 'docker load')")
+    # A container that does not start has an id, too, and is removed at the end.
+    container=$(cd "$work" && bash -euc "$(readme 'docker run')")
     for _ in {1..100}; do [[ ! -S $socket ]] || break; sleep 0.2; done
     docker logs "$container"
     for command in "volume create data --size 64Mi" "snapshot create monday --volume data" "snapshot allocated monday"; do

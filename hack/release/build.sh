@@ -92,7 +92,7 @@ build_in() {
     )
 }
 
-# packed_relocations: the flag that makes a binary one MiB smaller, if the glibc that is linked reads them at its start.
+# packed_relocations: the flag of relocations in one MiB less, if the glibc that is linked can read them at the start.
 packed_relocations() {
     if printf '2.36\n%s\n' "$(getconf GNU_LIBC_VERSION | cut -d ' ' -f 2)" | sort -VC; then
         echo '-C link-arg=-Wl,-z,pack-relative-relocs'

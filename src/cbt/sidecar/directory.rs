@@ -15,7 +15,7 @@ use kubernetes::cache::Key;
 use kubernetes::secret::Secrets;
 use telemetry::peer::Peer;
 
-/// Answers the three questions, in this order.
+/// Answers the first and the last of these questions; the [`User`] of the first answers the second.
 pub trait Directory: Clone + Send + Sync + 'static {
     type Caller: User;
 

@@ -105,7 +105,7 @@ pub struct Catalog {
     store: RwLock<OpenStore>,
     /// Files that were removed since the last transaction. The next one records the removals.
     removed: Mutex<Vec<SnapshotFile>>,
-    /// Set once read; never changes.
+    /// The digits of the pool in new ids, once they were read. They never change.
     pool: OnceLock<String>,
 }
 

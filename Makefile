@@ -35,8 +35,8 @@ one: ## one test, without other binaries: make one T=a_delta_from_a_deleted_base
 	cargo test --locked --manifest-path $$package/Cargo.toml --all-features $$target $(T) -- \
 	    --include-ignored --nocapture
 
-names: ## update tests/data after a change of flags or metrics
-	@UPDATE_NAMES=1 cargo test --locked --all-features --test no_root names::
+names: ## update what is generated, after a change of flags, metrics or .proto files
+	@UPDATE_NAMES=1 cargo test --locked --all-features --test no_root -- names:: generated::
 
 bench: ## the figures of docs/design/performance.md; ROW=delta: one row
 	@hack/bench.sh $(ROW)

@@ -15,6 +15,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::telemetry::klog;
+use crate::telemetry::on_demand::{self, OnDemand};
 #[cfg(test)]
 use crate::telemetry::role;
 use crate::{
@@ -60,7 +61,7 @@ enum Command {
     #[command(flatten)]
     Conformance(Box<conformance::Command>),
     /// Remove what is left of a node that is gone
-    Node(node::NodeArgs),
+    Node(OnDemand<node::NodeArgs>),
     #[command(flatten)]
     Tool(Tool),
 }
@@ -69,25 +70,25 @@ enum Command {
 #[derive(Debug, Subcommand)]
 enum Mode {
     /// Mode: serve CSI on a unix socket
-    Driver(Box<driver::Args>),
+    Driver(OnDemand<driver::Args>),
     /// Mode: thaw filesystems if the driver is killed while it takes a snapshot
-    FreezeGuard(Box<freeze_guard::Args>),
+    FreezeGuard(OnDemand<freeze_guard::Args>),
     /// Mode: serve the Kubernetes SnapshotMetadata API over TLS, in front of a CSI driver
-    Sidecar(Box<sidecar::Args>),
+    Sidecar(OnDemand<sidecar::Args>),
     /// Mode: run the webhook and the controller of snapshot sessions
-    SessionManager(Box<session_manager::Args>),
+    SessionManager(OnDemand<session_manager::Args>),
     /// Mode: serve VolumeSnapshotDelta as an aggregated API server
-    AggregatedApi(Box<aggregated_api::Args>),
+    AggregatedApi(OnDemand<aggregated_api::Args>),
     /// Mode: run the webhooks for pods with inline volumes
-    Admission(Box<admission::Args>),
+    Admission(OnDemand<admission::Args>),
     /// Mode: serve crust_ops, for volumes that a container runtime mounts
-    RuntimeOps(Box<runtime_ops::Args>),
+    RuntimeOps(OnDemand<runtime_ops::Args>),
     /// Mode: forward CSI calls of kubelet and add the fields of runtime assisted mounting
-    NodeProxy(Box<node_proxy::Args>),
+    NodeProxy(OnDemand<node_proxy::Args>),
     /// Mode: serve a driver and its sidecar without a cluster, for tests of backup clients
-    Dev(Box<dev::Args>),
+    Dev(OnDemand<dev::Args>),
     /// Mode: mount deferred volumes as an OCI runtime, then call runc
-    OciRuntime(Box<oci_runtime::Args>),
+    OciRuntime(OnDemand<oci_runtime::Args>),
 }
 
 /// Commands about this program.
@@ -131,23 +132,23 @@ impl Cli {
     /// Runs the mode or command and returns the exit code of the process.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
-            Command::Mode(Mode::Driver(args)) => driver::run(*args),
-            Command::Mode(Mode::FreezeGuard(args)) => freeze_guard::run(*args),
-            Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args),
-            Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args),
-            Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args),
-            Command::Mode(Mode::Admission(args)) => admission::run(*args),
-            Command::Mode(Mode::RuntimeOps(args)) => runtime_ops::run(*args),
-            Command::Mode(Mode::NodeProxy(args)) => node_proxy::run(*args),
-            Command::Mode(Mode::Dev(args)) => dev::run(*args),
-            Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args),
+            Command::Mode(Mode::Driver(args)) => driver::run(*args.0),
+            Command::Mode(Mode::FreezeGuard(args)) => freeze_guard::run(*args.0),
+            Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args.0),
+            Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args.0),
+            Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args.0),
+            Command::Mode(Mode::Admission(args)) => admission::run(*args.0),
+            Command::Mode(Mode::RuntimeOps(args)) => runtime_ops::run(*args.0),
+            Command::Mode(Mode::NodeProxy(args)) => node_proxy::run(*args.0),
+            Command::Mode(Mode::Dev(args)) => dev::run(*args.0),
+            Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args.0),
             Command::Client(command) => client::run(*command),
             Command::Backup(command) => backup::run(*command),
             Command::Tool(Tool::Version) => {
                 let text = format!("csi-loopback {}\n", env!("CSI_LOOPBACK_VERSION"));
                 client::print_text(text.as_bytes())
             }
-            Command::Node(args) => node::run(args),
+            Command::Node(args) => node::run(*args.0),
             Command::Conformance(command) => conformance::run(*command),
             Command::Tool(Tool::Completions { shell }) => completions(shell),
             Command::Tool(Tool::Man { directory }) => man(&directory),
@@ -155,17 +156,22 @@ impl Cli {
     }
 }
 
+/// With the flags of all modes and commands.
+pub fn whole_command_line() -> clap::Command {
+    on_demand::all(Cli::command)
+}
+
 /// Writes the script to memory first: a reader that is gone is no panic then.
 fn completions(shell: Shell) -> anyhow::Result<ExitCode> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "csi-loopback", &mut script);
+    clap_complete::generate(shell, &mut whole_command_line(), "csi-loopback", &mut script);
     client::print_text(&script)
 }
 
 fn man(directory: &Path) -> anyhow::Result<ExitCode> {
     let named = || format!("write man pages to {}", directory.display());
     std::fs::create_dir_all(directory).with_context(named)?;
-    clap_mangen::generate_to(Cli::command(), directory).with_context(named)?;
+    clap_mangen::generate_to(whole_command_line(), directory).with_context(named)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -298,7 +304,25 @@ mod tests {
 
     #[test]
     fn the_command_line_is_well_formed() {
-        Cli::command().debug_assert();
+        whole_command_line().debug_assert();
+    }
+
+    #[test]
+    fn only_the_selected_mode_defines_its_flags() {
+        let mut cli = Cli::command();
+        let modes = mode_names();
+        for mode in cli.get_subcommands().filter(|one| modes.iter().any(|m| m == one.get_name())) {
+            assert_eq!(mode.get_arguments().count(), 0, "{}", mode.get_name());
+        }
+        let mut whole = whole_command_line();
+        for command in [&mut cli, &mut whole] {
+            command.build();
+        }
+        for (selected, one) in cli.get_subcommands_mut().zip(whole.get_subcommands_mut()) {
+            let [selected, one] =
+                [selected, one].map(|command| command.render_long_help().to_string());
+            assert_eq!(selected, one);
+        }
     }
 
     #[test]
@@ -314,7 +338,7 @@ mod tests {
             let Command::Mode(Mode::Driver(args)) = parse(line).expect(line).command else {
                 panic!("{line} is not the driver")
             };
-            assert_eq!(args.node_id.as_str(), "n1", "{line}");
+            assert_eq!(args.0.node_id.as_str(), "n1", "{line}");
         }
     }
 
@@ -329,7 +353,7 @@ mod tests {
                 panic!("{rest} is not the runtime")
             };
             let given: Vec<OsString> = rest.split_whitespace().map(OsString::from).collect();
-            assert_eq!(args.arguments, given);
+            assert_eq!(args.0.arguments, given);
         }
     }
 
@@ -431,7 +455,7 @@ mod tests {
 
     #[test]
     fn each_flag_of_a_mode_is_in_the_documentation_with_its_default() {
-        let modes = Mode::augment_subcommands(clap::Command::new("modes"));
+        let modes = on_demand::all(|| Mode::augment_subcommands(clap::Command::new("modes")));
         for mode in modes.get_subcommands() {
             let pages = pages(mode.get_name());
             let lines: Vec<&str> = pages.iter().flat_map(|page| page.lines()).collect();
@@ -470,7 +494,7 @@ mod tests {
             ("Runtime assisted mounting", ids(of::<driver::DeferArgs>())),
             ("Fault injection", ids(of::<driver::FaultArgs>())),
         ];
-        let modes = Mode::augment_subcommands(clap::Command::new("modes"));
+        let modes = on_demand::all(|| Mode::augment_subcommands(clap::Command::new("modes")));
         for mode in modes.get_subcommands() {
             // Groups of different modes may have flags of the same name.
             let of_role = |id: &str| groups[0].1.iter().any(|one| one == id);
@@ -500,7 +524,7 @@ mod tests {
             }
         }
         let modes = mode_names();
-        let cli = Cli::command();
+        let cli = whole_command_line();
         let mut leaves = Vec::new();
         let is_mode = |command: &clap::Command| modes.iter().any(|mode| mode == command.get_name());
         let commands = cli.get_subcommands().filter(|command| !is_mode(command));
@@ -551,7 +575,7 @@ mod tests {
     fn completions_and_man_pages_cover_the_commands() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "csi-loopback", &mut script);
+            clap_complete::generate(shell, &mut whole_command_line(), "csi-loopback", &mut script);
             assert!(String::from_utf8(script).unwrap().contains("starting-offset"), "{shell}");
         }
         let directory = tempfile::tempdir().unwrap();

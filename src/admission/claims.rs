@@ -10,7 +10,6 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::{Api, Client};
-use moka::future::Cache;
 
 use super::ROLE;
 use kubernetes::admission::Refusal;
@@ -18,6 +17,7 @@ use kubernetes::cache::{CALL_TIMEOUT, in_time};
 use kubernetes::client::failure;
 use kubernetes::peer_limit::PeerLimit;
 use kubernetes::pod::Volume;
+use telemetry::memo::{Keep, Memo};
 use telemetry::peer::Peer;
 
 /// Maximum time to cache the driver of a StorageClass: another one can get the name.
@@ -31,9 +31,9 @@ pub struct Claims {
     client: Client,
     turns: PeerLimit,
     /// Concurrent lookups of claims, by namespace and name.
-    claims: Cache<(String, String), Option<Claim>>,
+    claims: Memo<(String, String), Option<Claim>, kube::Error>,
     /// The driver of each StorageClass; `None` if it does not exist.
-    classes: Cache<String, Option<Arc<str>>>,
+    classes: Memo<String, Option<Arc<str>>, kube::Error>,
 }
 
 /// What is used of a claim.
@@ -46,8 +46,8 @@ struct Claim {
 impl Claims {
     /// `turns` are those of the clients whose reviews cause lookups.
     pub fn new(client: &Client, turns: PeerLimit) -> Self {
-        let claims = Cache::builder().max_capacity(MAX_CACHED).time_to_live(CALL_TIMEOUT).build();
-        let classes = Cache::builder().max_capacity(MAX_CACHED).time_to_live(CLASS_TTL).build();
+        let claims = Memo::new(MAX_CACHED, Keep::For(CALL_TIMEOUT));
+        let classes = Memo::new(MAX_CACHED, Keep::For(CLASS_TTL));
         Self { client: client.clone(), turns, claims, classes }
     }
 
@@ -124,9 +124,9 @@ impl Claims {
                 is_bound: spec.volume_name.is_some(),
             }))
         };
-        let found = self.claims.try_get_with(key.clone(), lookup).await;
+        let found = self.claims.get_or_load(&key, lookup).await;
         // A claim changes until it is bound.
-        self.claims.invalidate(&key).await;
+        self.claims.remove(&key);
         found
     }
 
@@ -159,7 +159,7 @@ impl Claims {
         peer: Peer,
         class: &str,
     ) -> Result<Option<Arc<str>>, Arc<kube::Error>> {
-        if let Some(driver) = self.classes.get(class).await {
+        if let Some(driver) = self.classes.get(class) {
             return Ok(driver);
         }
         let _turn = self.turns.turn(peer).await?;
@@ -168,10 +168,10 @@ impl Claims {
             let found = in_time(api.get_opt(class)).await?;
             Ok::<_, kube::Error>(found.map(|class| class.provisioner.into()))
         };
-        let found = self.classes.try_get_with(class.to_owned(), lookup).await;
+        let found = self.classes.get_or_load(class, lookup).await;
         if found.as_ref().is_ok_and(Option::is_none) {
             // It may be created at any time.
-            self.classes.invalidate(class).await;
+            self.classes.remove(class);
         }
         found
     }

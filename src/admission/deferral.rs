@@ -334,17 +334,6 @@ mod tests {
     }
 
     #[test]
-    fn other_runtime_or_storage_classes_are_not_deferred() {
-        let nothing: Change = &|_| ();
-        assert!(!is_deferred(&Deferral::default(), nothing));
-        assert!(!is_deferred(&policy(json!([full("fast")])), nothing));
-        let all = policy(json!([full("")]));
-        let other: Change = &|pod| pod["runtimeClassName"] = "other".into();
-        let none: Change = &|pod| drop(pod.as_object_mut().unwrap().remove("runtimeClassName"));
-        assert!(!is_deferred(&all, other) && !is_deferred(&all, none));
-    }
-
-    #[test]
     fn a_volume_can_be_named_if_any_entry_supports_its_needs() {
         let mut plain = full("fast");
         plain.as_object_mut().unwrap().remove("subPath");

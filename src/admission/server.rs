@@ -21,6 +21,7 @@ use kubernetes::tls;
 use kubernetes::webhook_configuration::CaBundle;
 use telemetry::http::Pages;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Field manager of server-side apply.
 const MANAGER: &str = "csi-loopback-admission";
@@ -69,8 +70,8 @@ fn publish(
     let name = &args.webhook_configuration;
     let mutating: CaBundle<MutatingWebhookConfiguration> = CaBundle::new(name, MANAGER);
     let validating: CaBundle<ValidatingWebhookConfiguration> = CaBundle::new(name, MANAGER);
-    tokio::spawn(maintain(kubernetes.clone(), mutating, trusted.clone(), shutdown.clone()));
-    tokio::spawn(maintain(kubernetes.clone(), validating, trusted.clone(), shutdown.clone()));
+    task::spawn(maintain(kubernetes.clone(), mutating, trusted.clone(), shutdown.clone()));
+    task::spawn(maintain(kubernetes.clone(), validating, trusted.clone(), shutdown.clone()));
 }
 
 /// Health and metrics.

@@ -6,10 +6,9 @@ use anyhow::{Result, bail};
 use tokio::time::{Instant, sleep};
 use tonic::Status;
 
-use crate::client::connection::{Connection, refused};
+use crate::client::connection::Connection;
 use crate::client::{names, node};
 use crate::grpc::Endpoint;
-use crate::proto::admin::v1::ListInlineVolumesRequest;
 use crate::proto::csi::v1::{NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest};
 
 /// Time limit for programs that still use a volume.
@@ -41,18 +40,8 @@ pub async fn all(endpoint: &Endpoint) -> Result<()> {
         let staging = Some(volume.staging_path).filter(|path| !path.is_empty()).map(Use::Staged);
         uses.extend(targets.chain(staging).map(|one| (volume_id.clone(), one)));
     }
-    let mut starting_token = String::new();
-    loop {
-        let request = ListInlineVolumesRequest { max_entries: 0, starting_token };
-        let page = connection.volume_admin().list_inline_volumes(request).await;
-        let page = page.map_err(refused)?.into_inner();
-        let inline = page.volumes.into_iter();
-        uses.extend(inline.map(|one| (one.handle, Use::Published(one.target_path))));
-        if page.next_token.is_empty() {
-            break;
-        }
-        starting_token = page.next_token;
-    }
+    let inline = node::inline_volumes(&connection).await?.unwrap_or_default().into_iter();
+    uses.extend(inline.map(|one| (one.handle, Use::Published(one.target_path))));
     let mut remaining = Vec::new();
     for (volume_id, used) in uses {
         if let Err(status) = end(&connection, &volume_id, &used, until).await {

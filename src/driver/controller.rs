@@ -408,17 +408,3 @@ fn modify_volume(
     plugin.backend.modify_volume(id, request::mutable_parameters(&req.mutable_parameters)?)?;
     Ok(csi::ControllerModifyVolumeResponse {})
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_malformed_content_source_is_an_error_with_its_field() {
-        let none = csi::VolumeContentSource { r#type: None };
-        assert!(content_source(&none).unwrap_err().to_string().contains("volume_content_source"));
-        let empty = ContentSource::Volume(Default::default());
-        let error = content_source(&csi::VolumeContentSource { r#type: Some(empty) }).unwrap_err();
-        assert!(error.to_string().contains("volume.volume_id"));
-    }
-}

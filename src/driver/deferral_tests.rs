@@ -150,12 +150,3 @@ fn secrets_and_block_volumes_cannot_be_deferred() {
     assert_eq!(refusal(&raw(true), PERSISTENT).0, "defer_fs_ops");
     assert_eq!(check(&raw(false), PERSISTENT).unwrap(), None);
 }
-
-#[test]
-fn a_disabled_deferral_is_refused_with_the_flag() {
-    let metrics = || Metrics::new(Vec::new());
-    let (on, off) = (Deferrals::new(true, metrics()), Deferrals::new(false, metrics()));
-    assert!(off.check_field(false).is_ok() && on.check_field(true).is_ok());
-    let Err(Error::Precondition(message)) = off.check_field(true) else { panic!() };
-    assert!(message.starts_with("defer_fs_ops: ") && message.contains("--enable-defer-fs-ops"));
-}

@@ -97,20 +97,3 @@ fn get(
         group_snapshot: Some(response::group(&found, plugin)),
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_group_needs_distinct_members() {
-        let members = |ids: &[&str]| {
-            let owned: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
-            members(&owned).map(drop).map_err(|error| error.to_string())
-        };
-        assert!(members(&["a", "b"]).is_ok());
-        for bad in [&[][..], &[""], &["a", "b", "a"]] {
-            assert!(members(bad).unwrap_err().starts_with("source_volume_ids"), "{bad:?}");
-        }
-    }
-}

@@ -1,16 +1,12 @@
 use super::*;
 use csi::volume_capability::access_mode::Mode;
-use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
-
-fn used(access: AccessType, mode: Mode) -> Option<csi::VolumeCapability> {
-    let access_mode = Some(AccessMode { mode: mode.into() });
-    Some(csi::VolumeCapability { access_type: Some(access), access_mode })
-}
+use csi::volume_capability::{AccessMode, AccessType, MountVolume};
 
 fn mounted(flags: &[&str]) -> Option<csi::VolumeCapability> {
     let mount_flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
     let mount = MountVolume { mount_flags, ..Default::default() };
-    used(AccessType::Mount(mount), Mode::SingleNodeMultiWriter)
+    let access_mode = Some(AccessMode { mode: Mode::SingleNodeMultiWriter.into() });
+    Some(csi::VolumeCapability { access_type: Some(AccessType::Mount(mount)), access_mode })
 }
 
 fn publish_request(
@@ -95,15 +91,6 @@ fn a_secret_key_is_a_file_name_and_its_value_stays_hidden() {
     let half = "x".repeat(inline::MAX_CONTENT_BYTES / 2);
     let large = readonly(publish_request(&[("content/a", &half)], &[("b", &half)]));
     assert_eq!(refusal(&large).0, "secrets");
-}
-
-#[test]
-fn a_raw_block_inline_volume_is_refused() {
-    let block = used(AccessType::Block(BlockVolume {}), Mode::SingleNodeWriter);
-    let req =
-        csi::NodePublishVolumeRequest { volume_capability: block, ..publish_request(&[], &[]) };
-    let (field, message) = refusal(&req);
-    assert!(field == "volume_capability" && message.contains("block"), "{message}");
 }
 
 #[test]

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use tokio::task::spawn_blocking;
 use tokio::try_join;
 use tonic::transport::Server;
 
@@ -34,6 +33,7 @@ use telemetry::metrics::Metrics;
 use telemetry::notify;
 use telemetry::periodic;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Maximum number of threads that calls block.
 const BLOCKING_THREADS: usize = 64;
@@ -112,7 +112,7 @@ pub async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         tried.context("--metadata-endpoint")?;
     }
     // Open the backend before the socket exists: its lock rejects a second driver.
-    let backend = spawn_blocking(move || Backend::open(config)).await??;
+    let backend = task::blocking(move || Backend::open(config)).await??;
     let metrics = Metrics::new(vec![Box::new(Gauges::new(backend.clone()))]);
     let calls = Calls::new(metrics.clone());
     let plugin = Plugin {
@@ -201,6 +201,6 @@ fn spawn_housekeeping(backend: &Backend, shutdown: &Shutdown) {
     ];
     for (interval, task) in tasks {
         let backend = backend.clone();
-        tokio::spawn(periodic::run(interval, move || task(&backend), shutdown.clone()));
+        task::spawn(periodic::run(interval, move || task(&backend), shutdown.clone()));
     }
 }

@@ -78,17 +78,3 @@ fn part(field: &'static str, starting_offset: u64, max_results: u32) -> Checked<
     let max_results = usize::try_from(max_results).unwrap_or(usize::MAX);
     Ok(Part { starting_offset, extents_per_message: extents_per_message(max_results), field })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_offset_above_int64_is_out_of_range() {
-        assert!(part("f", i64::MAX as u64, u32::MAX).is_ok());
-        let refused = part("starting_byte_offset", i64::MAX as u64 + 1, 0).unwrap_err();
-        assert!(
-            matches!(&refused, Error::OutOfRange(text) if text.starts_with("starting_byte_offset: "))
-        );
-    }
-}

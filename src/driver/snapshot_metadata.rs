@@ -14,6 +14,7 @@ use grpc::call::{Call, Describe, Subject};
 use grpc::deadline;
 use grpc::proto::csi::v1 as csi;
 use storage::{Backend, BlockMap, Error, Extents, Result as Checked, Style};
+use telemetry::task;
 
 #[tonic::async_trait]
 impl SnapshotMetadata for Plugin {
@@ -81,7 +82,7 @@ impl Plugin {
         let req = request.into_inner();
         let call = self.calls.begin(method, &req);
         let plugin = self.clone();
-        let opening = tokio::task::spawn_blocking(move || {
+        let opening = task::blocking(move || {
             plugin.open(method, &req, plugin.style, open(&plugin.backend, &req)?)
         });
         let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method).into()));
@@ -185,17 +186,4 @@ pub fn part(starting_offset: i64, max_results: i32) -> Checked<Part> {
         .map_err(|_| Error::OutOfRange(format!("{field}: is negative")))?;
     let extents_per_message = extents_per_message(max_results);
     Ok(Part { starting_offset, extents_per_message, field })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn negative_offsets_and_limits_are_refused() {
-        assert!(matches!(part(-1, 0), Err(Error::OutOfRange(_))));
-        assert!(matches!(part(0, -1), Err(Error::Invalid { field: "max_results", .. })));
-        let part = part(4097, 10).unwrap();
-        assert_eq!((part.starting_offset, part.extents_per_message), (4097, 10));
-    }
 }

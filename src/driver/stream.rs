@@ -11,7 +11,6 @@ use std::time::{self, Duration};
 use std::vec;
 
 use tokio::sync::mpsc;
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::Status;
@@ -22,6 +21,7 @@ use grpc::RawMessage;
 use grpc::call::Call;
 use storage::Extent;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Extents per message if the client does not specify a number.
 const DEFAULT_EXTENTS: usize = 4096;
@@ -136,7 +136,7 @@ impl Messages {
     /// These messages, and OK at this time, or never.
     pub fn ending_at(messages: Vec<RawMessage>, time: Option<Instant>) -> Self {
         let (sender, batches) = mpsc::channel(1);
-        tokio::spawn(async move {
+        task::spawn(async move {
             match time {
                 Some(time) => sleep_until(time).await,
                 None => sender.closed().await,
@@ -195,7 +195,7 @@ where
     E: Into<status::Failure>,
 {
     let (sender, receiver) = mpsc::channel(1);
-    tokio::spawn(async move {
+    task::spawn(async move {
         let last = tokio::select! {
             biased;
             status = limits.reached() => Batch::ending(Err(status)),
@@ -228,7 +228,7 @@ where
     E: Into<status::Failure>,
 {
     loop {
-        let work = spawn_blocking(move || {
+        let work = task::blocking(move || {
             let batch = batcher.next_batch();
             (batcher, batch)
         });

@@ -24,10 +24,9 @@ fn extents(count: u64) -> impl Iterator<Item = Checked<Extent>> + Send + 'static
 async fn sizes(
     extents: impl Iterator<Item = Checked<Extent>> + Send + 'static,
     per_message: usize,
-    deadline: Option<Instant>,
 ) -> (Vec<usize>, Option<Status>) {
     let (_running, shutdown) = Shutdown::manual();
-    let limits = Limits { deadline, shutdown };
+    let limits = Limits { deadline: None, shutdown };
     collect(start(batcher(extents, per_message), limits, call())).await
 }
 
@@ -56,19 +55,6 @@ async fn collect(mut stream: Messages) -> (Vec<usize>, Option<Status>) {
     (sizes, None)
 }
 
-#[tokio::test]
-async fn a_stream_without_extents_is_one_empty_message() {
-    let (sizes, error) = sizes(extents(0), 3, None).await;
-    assert_eq!(sizes, [0]);
-    assert!(error.is_none());
-}
-
-#[tokio::test]
-async fn messages_are_full_and_the_last_is_not_empty() {
-    assert_eq!(sizes(extents(7), 3, None).await.0, [3, 3, 1]);
-    assert_eq!(sizes(extents(6), 3, None).await.0, [3, 3]);
-}
-
 #[test]
 fn the_first_message_is_sent_alone_and_others_in_batches() {
     let mut batcher = batcher(extents(1 << 20), 256);
@@ -93,7 +79,7 @@ fn slow_extents_do_not_delay_each_other() {
 #[tokio::test]
 async fn a_failure_during_a_stream_is_an_error() {
     let failing = extents(4).chain([Err(Error::Damaged("record".into()))]);
-    let (sizes, error) = sizes(failing, 2, None).await;
+    let (sizes, error) = sizes(failing, 2).await;
     assert_eq!(sizes, [2, 2]);
     assert_eq!(error.unwrap().code(), Code::DataLoss);
 }
@@ -101,17 +87,9 @@ async fn a_failure_during_a_stream_is_an_error() {
 #[tokio::test]
 async fn a_panic_during_a_stream_is_an_error() {
     let panicking = extents(4).chain(std::iter::from_fn(|| panic!("on purpose")));
-    let (sizes, error) = sizes(panicking, 2, None).await;
+    let (sizes, error) = sizes(panicking, 2).await;
     assert_eq!(sizes, [2]);
     assert_eq!(error.unwrap().code(), Code::Internal);
-}
-
-#[tokio::test]
-async fn a_deadline_during_a_stream_is_an_error() {
-    let slow = extents(1000).inspect(|_| std::thread::sleep(Duration::from_millis(5)));
-    let deadline = Instant::now() + Duration::from_millis(40);
-    let (_, error) = sizes(slow, 1, Some(deadline)).await;
-    assert_eq!(error.unwrap().code(), Code::DeadlineExceeded);
 }
 
 #[tokio::test]

@@ -8,13 +8,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use tonic::{Code, Request, Response, Status};
 use tracing::Level;
 
 use super::{code_name, fingerprint, is_fingerprint};
 use common::text::truncate;
 use telemetry::metrics::Metrics;
+use telemetry::task;
 
 /// Maximum logged bytes of a name, id or path; valid names and ids are shorter.
 const MAX_LOGGED: usize = 256;
@@ -52,7 +52,7 @@ impl Calls {
     {
         let request = request.into_inner();
         let mut call = self.begin(method, &request);
-        let work = spawn_blocking(move || {
+        let work = task::blocking(move || {
             let result = catch_unwind(AssertUnwindSafe(|| run(request)))
                 .unwrap_or_else(|_| Err(panicked(method)));
             if let Ok(response) = &result {

@@ -3,7 +3,7 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`proto`] | messages, clients and servers that `build.rs` generates from `csi-spec/` |
+//! | [`proto`] | messages, clients and servers, generated from `csi-spec/` |
 //! | [`socket`], [`endpoint`] | unix sockets: creating one with the right owner and mode; where a driver listens |
 //! | [`call`] | the run of each call: thread, deadline, log line, metrics |
 //! | `describe` | which fields of a message may appear in the log |

@@ -1,6 +1,6 @@
 //! Generated gRPC code: messages, clients and servers of the files in csi-spec/, by protobuf
-//! package. It guarantees only the wire format. The .proto files define the meaning of fields;
-//! services validate arguments.
+//! package. `make names` generates it again (tests/no_root/generated.rs). It guarantees only the
+//! wire format. The .proto files define the meaning of fields; services validate arguments.
 //!
 //! `{:?}` prints a request completely, with its secrets: log handles, never messages.
 
@@ -11,31 +11,31 @@ pub mod csi {
     pub mod v1 {
         // Generated code.
         #![allow(clippy::all)]
-        tonic::include_proto!("csi.v1");
-        include!(concat!(env!("OUT_DIR"), "/servers/csi.v1.rs"));
+        include!("generated/csi.v1.rs");
+        include!("generated/servers/csi.v1.rs");
     }
 }
 
 /// Package `snapshotmetadata`: the Kubernetes SnapshotMetadata API (KEP-3314).
 pub mod snapshotmetadata {
     #![allow(clippy::all)]
-    tonic::include_proto!("snapshotmetadata");
-    include!(concat!(env!("OUT_DIR"), "/servers/snapshotmetadata.rs"));
+    include!("generated/snapshotmetadata.rs");
+    include!("generated/servers/snapshotmetadata.rs");
 }
 
 /// Package `snapshotsession`: the SnapshotMetadata API with session tokens (KEP-3314, session
 /// design).
 pub mod snapshotsession {
     #![allow(clippy::all)]
-    tonic::include_proto!("snapshotsession");
-    include!(concat!(env!("OUT_DIR"), "/servers/snapshotsession.rs"));
+    include!("generated/snapshotsession.rs");
+    include!("generated/servers/snapshotsession.rs");
 }
 
 /// Package `crust`: the Runtime API of crust_ops (KEP-2857).
 pub mod crust {
     #![allow(clippy::all)]
-    tonic::include_proto!("crust");
-    include!(concat!(env!("OUT_DIR"), "/servers/crust.rs"));
+    include!("generated/crust.rs");
+    include!("generated/servers/crust.rs");
 }
 
 /// Package `csiloopback.admin`.
@@ -43,10 +43,10 @@ pub mod admin {
     /// Package `csiloopback.admin.v1`: this project's own services to administer a running driver.
     pub mod v1 {
         #![allow(clippy::all)]
-        tonic::include_proto!("csiloopback.admin.v1");
-        include!(concat!(env!("OUT_DIR"), "/servers/csiloopback.admin.v1.rs"));
+        include!("generated/csiloopback.admin.v1.rs");
+        include!("generated/servers/csiloopback.admin.v1.rs");
     }
 }
 
-/// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
-pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");
+/// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, without comments.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("generated/descriptors.bin");

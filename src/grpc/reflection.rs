@@ -1,7 +1,5 @@
 //! gRPC server reflection, so that grpcurl and similar tools need no .proto files.
 
-use prost::Message;
-use prost_types::FileDescriptorSet;
 use tonic::transport::server::Router;
 use tonic_reflection::server::Builder;
 use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
@@ -28,11 +26,6 @@ pub fn service(
 }
 
 fn builder<'b>(services: &[&str]) -> anyhow::Result<Builder<'b>> {
-    let mut descriptors = FileDescriptorSet::decode(FILE_DESCRIPTOR_SET)?;
-    for file in &mut descriptors.file {
-        // Comments are most of a descriptor, and would stay in memory.
-        file.source_code_info = None;
-    }
-    let builder = Builder::configure().register_file_descriptor_set(descriptors);
+    let builder = Builder::configure().register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET);
     Ok(services.iter().fold(builder, |builder, name| builder.with_service_name(*name)))
 }

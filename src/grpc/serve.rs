@@ -21,6 +21,7 @@ use super::authority::AnyAuthority;
 use super::call::Calls;
 use telemetry::accept::BackoffAcceptor;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Maximum concurrent calls of a connection, and the window of each in bytes. The connection's
 /// window covers all calls, so that a call whose response is not read blocks no other.
@@ -51,7 +52,7 @@ fn incoming(
     shutdown: Shutdown,
 ) -> ReceiverStream<io::Result<AnyAuthority<UnixStream>>> {
     let (ready, connections) = mpsc::channel(1);
-    tokio::spawn(async move {
+    task::spawn(async move {
         let mut acceptor = BackoffAcceptor::default();
         loop {
             let next = tokio::select! {

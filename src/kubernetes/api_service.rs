@@ -68,12 +68,12 @@ fn ca_bundle(found: &APIService) -> &[u8] {
 mod tests {
     use super::*;
 
-    fn service(bundle: &str, insecure: bool) -> APIService {
+    fn service(bundle: &str) -> APIService {
         serde_json::from_value(json!({
             "metadata": { "name": "v1.example", "uid": "u" },
             "spec": {
                 "group": "example", "version": "v1", "groupPriorityMinimum": 1, "versionPriority": 2,
-                "service": { "namespace": "n", "name": "s" }, "insecureSkipTLSVerify": insecure,
+                "service": { "namespace": "n", "name": "s" },
                 "caBundle": ByteString(bundle.as_bytes().to_vec()),
             },
         }))
@@ -83,17 +83,11 @@ mod tests {
     #[test]
     fn only_the_bundle_is_written_and_nothing_is_created() {
         let publication = CaBundle::new("v1.example", "m");
-        let desired = publication.desired(Some(&service("old", false)), "new").unwrap();
+        let desired = publication.desired(Some(&service("old")), "new").unwrap();
         assert_eq!(desired["spec"], json!({ "caBundle": ByteString(b"new".to_vec()) }));
         assert_eq!(desired["metadata"], json!({ "name": "v1.example", "uid": "u" }));
         assert!(publication.desired(None, "new").is_err());
-        assert!(publication.is_current(&service("a", false), "a"));
-        assert!(!publication.is_current(&service("", false), "a"));
-    }
-
-    #[test]
-    fn an_insecure_api_service_is_an_error() {
-        let desired = CaBundle::new("v1.example", "m").desired(Some(&service("", true)), "new");
-        assert!(desired.unwrap_err().to_string().contains("spec.insecureSkipTLSVerify"));
+        assert!(publication.is_current(&service("a"), "a"));
+        assert!(!publication.is_current(&service(""), "a"));
     }
 }

@@ -26,6 +26,7 @@ use tokio_stream::StreamExt;
 use super::cached::{Cached, Kept};
 use super::client::{WATCH, within};
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Timeout of one call to the API server.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(15);
@@ -151,7 +152,7 @@ impl<K: Cached> Cache<K> {
         let (state, changes) = (Arc::default(), watch::Sender::new(0));
         let listed = Arc::new(Mutex::new(None));
         let cache = Self { state, index, of: Arc::new(of), all, listed, changes };
-        tokio::spawn(cache.clone().follow(watched, bounded(select), shutdown));
+        task::spawn(cache.clone().follow(watched, bounded(select), shutdown));
         cache
     }
 

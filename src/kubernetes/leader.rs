@@ -19,6 +19,7 @@ use super::client::within;
 use common::quantity::duration;
 use telemetry::rate_limited_log::RateLimitedLog;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Maximum poll interval, so that a released lease is taken soon.
 const LONGEST_PERIOD: Duration = Duration::from_secs(2);
@@ -63,7 +64,7 @@ impl Election {
     /// process leads.
     pub fn start(self, shutdown: Shutdown) -> watch::Receiver<bool> {
         let (leads, receiver) = watch::channel(false);
-        tokio::spawn(async move {
+        task::spawn(async move {
             let mut candidate = Candidate {
                 election: self,
                 leads,

@@ -8,10 +8,10 @@ use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::ServiceAccount;
 use kube::api::PostParams;
 use kube::{Api, Client};
-use moka::future::Cache;
 use tokio::time::Instant;
 
 use super::cache::in_time;
+use telemetry::memo::{Keep, Memo};
 
 /// The purpose of the request for a token, for messages.
 pub const REQUESTING: &str = "create a token of its ServiceAccount (serviceaccounts/token)";
@@ -27,7 +27,7 @@ pub struct Tokens {
     accounts: Api<ServiceAccount>,
     account: String,
     /// By audience.
-    known: Cache<String, Arc<Token>>,
+    known: Memo<String, Arc<Token>, kube::Error>,
 }
 
 /// A token. It is never printed.
@@ -41,7 +41,7 @@ impl Tokens {
         Self {
             accounts: Api::namespaced(client, namespace),
             account: account.to_owned(),
-            known: Cache::new(MAX_CACHED),
+            known: Memo::new(MAX_CACHED, Keep::Always),
         }
     }
 
@@ -50,12 +50,12 @@ impl Tokens {
     /// # Errors
     /// The API server did not issue one.
     async fn of(&self, audience: &str) -> Result<Arc<Token>, Arc<kube::Error>> {
-        let known = self.known.try_get_with_by_ref(audience, self.make(audience)).await?;
+        let known = self.known.get_or_load(audience, self.make(audience)).await?;
         if Instant::now() < known.renew_at {
             return Ok(known);
         }
-        self.forget(audience, &known).await;
-        self.known.try_get_with_by_ref(audience, self.make(audience)).await
+        self.forget(audience, &known);
+        self.known.get_or_load(audience, self.make(audience)).await
     }
 
     /// Makes a call with a token for this audience, and a second one with a new token if `is_refused`
@@ -76,15 +76,15 @@ impl Tokens {
         if !answer.as_ref().is_err_and(is_refused) {
             return answer;
         }
-        self.forget(audience, &token).await;
+        self.forget(audience, &token);
         call(self.of(audience).await.map_err(no_token)?).await
     }
 
     /// Removes a token that a server refused or that is too old.
-    async fn forget(&self, audience: &str, token: &Arc<Token>) {
+    fn forget(&self, audience: &str, token: &Arc<Token>) {
         // Not a newer token of a concurrent call.
-        if self.known.get(audience).await.is_some_and(|known| Arc::ptr_eq(&known, token)) {
-            self.known.invalidate(audience).await;
+        if self.known.get(audience).is_some_and(|known| Arc::ptr_eq(&known, token)) {
+            self.known.remove(audience);
         }
     }
 

@@ -17,13 +17,13 @@ use k8s_openapi::api::authorization::v1::{
 };
 use kube::api::PostParams;
 use kube::{Api, Client};
-use moka::future::Cache;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use super::cache::in_time;
 use super::peer_limit::PeerLimit;
 use super::snapshot::GROUP;
+use telemetry::memo::{Keep, Memo};
 use telemetry::peer::Peer;
 
 /// Maximum number of cached tokens, of refused tokens, and of cached permissions.
@@ -48,11 +48,11 @@ pub struct Reviewer {
     client: Client,
     /// Time to cache granted reviews.
     ttl: Duration,
-    users: Cache<[u8; 32], Grant>,
+    users: Memo<[u8; 32], Grant, Denied>,
     /// Refused tokens, with the reason.
-    refused: Cache<[u8; 32], String>,
+    refused: Memo<[u8; 32], String>,
     peers: PeerLimit,
-    permissions: Cache<[u8; 32], ()>,
+    permissions: Memo<[u8; 32], (), Denied>,
 }
 
 /// An accepted token.
@@ -79,9 +79,14 @@ pub struct Action<'a> {
 impl Reviewer {
     pub fn new(client: Client, ttl: Duration) -> Self {
         let shared = if ttl.is_zero() { SHARED_TTL } else { ttl };
-        let (users, permissions) = (cache(ttl), cache(shared));
-        let (refused, peers) = (cache(REFUSED_TTL), PeerLimit::default());
-        Self { client, ttl, users, refused, peers, permissions }
+        Self {
+            client,
+            ttl,
+            users: Memo::new(MAX_CACHED, Keep::For(ttl)),
+            refused: Memo::new(MAX_CACHED, Keep::For(REFUSED_TTL)),
+            peers: PeerLimit::default(),
+            permissions: Memo::new(MAX_CACHED, Keep::For(shared)),
+        }
     }
 
     /// The user of a token that is valid for this audience. `peer` sent the token.
@@ -92,7 +97,7 @@ impl Reviewer {
         peer: Peer,
     ) -> Result<Arc<UserInfo>, Denied> {
         let key = digest(&[audience, token]);
-        if let Some(reason) = self.refused.get(&key).await {
+        if let Some(reason) = self.refused.get(&key) {
             return Err(Denied::Refused(reason));
         }
         if self.ttl.is_zero() {
@@ -102,13 +107,13 @@ impl Reviewer {
             let review = self.review_token(key, token, audience, peer);
             let grant = self
                 .users
-                .try_get_with(key, review)
+                .get_or_load(&key, review)
                 .await
                 .map_err(|denied| Denied::clone(&denied))?;
             if grant.expires.is_none_or(|at| SystemTime::now() < at) {
                 return Ok(grant.user);
             }
-            self.users.invalidate(&key).await;
+            self.users.remove(&key);
         }
         Err(Denied::Refused("the token has expired".into()))
     }
@@ -134,7 +139,7 @@ impl Reviewer {
                 Ok(Grant { user: Arc::new(user), expires: expiry(token) })
             }
             Err(reason) => {
-                self.refused.insert(key, reason.clone()).await;
+                self.refused.insert(key, reason.clone());
                 Err(Denied::Refused(reason))
             }
         }
@@ -174,10 +179,10 @@ impl Reviewer {
         let [subresource, name] = [subresource, name].map(Option::unwrap_or_default);
         let key = digest(&[&identity, verb, group, resource, subresource, namespace, name]);
         let review = self.review_access(user, action);
-        let allowed = self.permissions.try_get_with(key, review).await;
+        let allowed = self.permissions.get_or_load(&key, review).await;
         if self.ttl.is_zero() {
             // Later callers need a new answer.
-            self.permissions.invalidate(&key).await;
+            self.permissions.remove(&key);
         }
         allowed.map_err(|denied| Denied::clone(&denied))
     }
@@ -226,10 +231,6 @@ fn granted(status: TokenReviewStatus, audience: &str) -> Result<UserInfo, String
 
 fn unknown(error: kube::Error) -> Denied {
     Denied::Unknown(Arc::new(error))
-}
-
-fn cache<V: Clone + Send + Sync + 'static>(ttl: Duration) -> Cache<[u8; 32], V> {
-    Cache::builder().max_capacity(MAX_CACHED).time_to_live(ttl).build()
 }
 
 /// A hash that is unique for this sequence of texts.

@@ -131,10 +131,6 @@ mod tests {
     use super::*;
 
     fn configuration(bundles: &[&str]) -> ValidatingWebhookConfiguration {
-        serde_json::from_value(object(bundles)).unwrap()
-    }
-
-    fn object(bundles: &[&str]) -> Value {
         let webhooks = bundles.iter().enumerate().map(|(at, bundle)| {
             json!({
                 "name": format!("w{at}.example"), "sideEffects": "None",
@@ -144,30 +140,7 @@ mod tests {
         });
         let webhooks: Vec<_> = webhooks.collect();
         let metadata = json!({ "name": "c", "uid": "u" });
-        json!({ "metadata": metadata, "webhooks": webhooks })
-    }
-
-    #[test]
-    fn both_kinds_of_configurations_get_the_same_bundle() {
-        let mutating: MutatingWebhookConfiguration =
-            serde_json::from_value(object(&["", "old"])).unwrap();
-        let other = CaBundle::new("c", "m").desired(Some(&configuration(&["", "old"])), "new");
-        let desired = CaBundle::new("c", "m").desired(Some(&mutating), "new").unwrap();
-        assert_eq!(desired["kind"], "MutatingWebhookConfiguration");
-        assert_eq!(desired["webhooks"], other.unwrap()["webhooks"]);
-    }
-
-    #[test]
-    fn a_webhook_that_fails_open_is_reported() {
-        let mut object = object(&["", ""]);
-        let mut publication = CaBundle::new("c", "m");
-        for (policy, is_open) in [("Fail", false), ("Ignore", true), ("Fail", false)] {
-            object["webhooks"][1]["failurePolicy"] = policy.into();
-            let found: ValidatingWebhookConfiguration =
-                serde_json::from_value(object.clone()).unwrap();
-            publication.inspect(&found);
-            assert_eq!(publication.is_open, is_open);
-        }
+        serde_json::from_value(json!({ "metadata": metadata, "webhooks": webhooks })).unwrap()
     }
 
     #[test]

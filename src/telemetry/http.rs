@@ -27,6 +27,7 @@ use super::peer::Peer;
 use super::process;
 use super::shutdown::Shutdown;
 use super::single_flight::{NoResult, SingleFlight};
+use super::task;
 
 /// Timeout of a health check, after which it fails, and of a scrape.
 const CHECK_TIMEOUT: Duration = short_in_tests(Duration::from_secs(5));
@@ -143,7 +144,7 @@ pub async fn start(
         let scrape = SingleFlight::new(whole);
         routes = routes.route(&path, get(move || metrics_page(scrape.clone())));
     }
-    tokio::spawn(async move {
+    task::spawn(async move {
         tokio::select! {
             () = serve(listener, routes) => {}
             () = shutdown.ending() => {}
@@ -161,7 +162,7 @@ async fn serve(listener: TcpListener, routes: Router) {
         let peer = stream.peer_addr().map_or_else(|_| Peer::unknown(), Peer::of);
         let share = limit.take(peer, 1);
         let routes = routes.clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             tokio::select! {
                 served = timeout(CONNECTION_TIMEOUT, serve_connection(stream, routes)) => {
                     if served.is_err() {

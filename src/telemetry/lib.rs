@@ -6,6 +6,7 @@
 //! | module | owns |
 //! |---|---|
 //! | [`role`] | the flags of all roles, and the run of a role from its start to its exit code |
+//! | [`on_demand`] | flags that are defined only for the selected mode |
 //! | [`logs`], [`klog`] | the log, its level and format; the flags of Kubernetes' Go programs for it |
 //! | [`log_budget`], [`rate_limited_log`] | log lines that clients or recurring problems cause |
 //! | [`metrics`] | the metrics of a process and the labels that they may have |
@@ -13,6 +14,8 @@
 //! | [`shutdown`] | running, draining, ending |
 //! | [`accept`], [`peer`], [`fair_limit`] | connections: accepting them, whose they are, sharing a limit |
 //! | [`periodic`], [`single_flight`] | background work that may block |
+//! | [`memo`] | results of lookups, kept for a while |
+//! | [`task`] | tasks of tokio |
 //!
 //! Promise: a log has no secret. Below info only the program's own members may log, because a
 //! library logs what passes through it ([`logs`]).
@@ -26,8 +29,10 @@ pub mod http;
 pub mod klog;
 pub mod log_budget;
 pub mod logs;
+pub mod memo;
 pub mod metrics;
 pub mod notify;
+pub mod on_demand;
 pub mod peer;
 pub mod periodic;
 pub mod process;
@@ -35,3 +40,4 @@ pub mod rate_limited_log;
 pub mod role;
 pub mod shutdown;
 pub mod single_flight;
+pub mod task;

@@ -107,30 +107,3 @@ impl Metrics {
         Ok(body)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn calls_are_counted_by_method_and_code() {
-        let metrics = Metrics::new(Vec::new());
-        metrics.expect_failures("DATA_LOSS");
-        metrics.observe_call("CreateVolume", "OK", Duration::from_millis(3));
-        metrics.observe_call("CreateVolume", "OK", Duration::from_millis(4));
-        metrics.observe_call("CreateVolume", "ABORTED", Duration::from_millis(1));
-        metrics.add_extents(7);
-        metrics.record_deferred_publish();
-        let text = metrics.scrape().unwrap();
-        for line in [
-            r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="OK"} 2"#,
-            r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="ABORTED"} 1"#,
-            r#"csi_loopback_rpc_failures_total{code="ABORTED"} 1"#,
-            r#"csi_loopback_rpc_failures_total{code="DATA_LOSS"} 0"#,
-            "csi_loopback_streamed_extents_total 7",
-            "\nvolumes_published_with_deferred_ops_total 1",
-        ] {
-            assert!(text.contains(line), "{line} not in\n{text}");
-        }
-    }
-}

@@ -3,10 +3,10 @@
 use std::fmt::Display;
 use std::time::Duration;
 
-use tokio::task::spawn_blocking;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::shutdown::Shutdown;
+use super::task::blocking;
 
 /// Runs `task` immediately and then at every interval, until draining begins.
 pub async fn run<E>(
@@ -24,7 +24,7 @@ pub async fn run<E>(
             () = shutdown.draining() => return,
         }
         // A panic is already logged; the next run may succeed.
-        if let Ok(Err(error)) = spawn_blocking(task.clone()).await {
+        if let Ok(Err(error)) = blocking(task.clone()).await {
             tracing::error!(%error, "periodic task failed");
         }
     }

@@ -13,6 +13,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
+use super::task;
+
 /// Threads that serve connections; they only pass messages.
 const THREADS: usize = 2;
 /// Maximum number of blocked threads of a role that does not set it.
@@ -64,7 +66,7 @@ impl Shutdown {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let (phase, shutdown) = Self::manual();
-        tokio::spawn(async move {
+        task::spawn(async move {
             let name = next_signal(&mut terminate, &mut interrupt).await;
             let first = Instant::now();
             tracing::info!(signal = name, drain_timeout = ?drain, "draining");

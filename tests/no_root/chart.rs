@@ -6,7 +6,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::tree::root;
+use crate::tree::{read, root};
 
 /// A value: its keys joined by dots, its default, and its comment.
 struct Entry {
@@ -15,12 +15,8 @@ struct Entry {
     comment: String,
 }
 
-fn read(file: &str) -> String {
-    fs::read_to_string(root().join("deploy/chart").join(file)).unwrap()
-}
-
 fn entries() -> Vec<Entry> {
-    let text = read("values.yaml");
+    let text = read("deploy/chart/values.yaml");
     let (mut found, mut section, mut comment) = (Vec::new(), "", "");
     // The comment at the start is about the file.
     for line in text.lines().skip_while(|line| !line.is_empty()) {
@@ -50,7 +46,7 @@ fn entries() -> Vec<Entry> {
 
 #[test]
 fn the_page_of_the_chart_has_its_values() {
-    let page = read("README.md");
+    let page = read("deploy/chart/README.md");
     let (head, _) = page.split_once("\n| value |").unwrap();
     let rows = entries().into_iter().map(|entry| {
         format!(
@@ -73,7 +69,7 @@ fn the_page_of_the_chart_has_its_values() {
 
 #[test]
 fn the_schema_of_the_chart_knows_its_values_and_no_others() {
-    let schema: Value = serde_json::from_str(&read("values.schema.json")).unwrap();
+    let schema: Value = serde_json::from_str(&read("deploy/chart/values.schema.json")).unwrap();
     let mut known = BTreeSet::new();
     for (name, value) in schema["properties"].as_object().unwrap() {
         // Maps that users fill have no entry in values.yaml for each key.

@@ -19,6 +19,8 @@ use csi_loopback_fuzz_targets::{TARGETS, each_target};
 use support::random::Random;
 use support::setting;
 
+use crate::tree::root;
+
 /// The limits of hack/soak.sh.
 const MAX_BYTES: usize = 8192;
 const LIMIT: Duration = Duration::from_secs(20);
@@ -47,7 +49,7 @@ fn each_target_has_seeds_and_a_binary_of_libfuzzer() {
 /// The files and directories of a directory, without their extensions.
 fn names_in(directory: &str) -> BTreeSet<String> {
     let stem = |path: &PathBuf| path.file_stem().unwrap().to_str().unwrap().to_owned();
-    files_of(&repository().join(directory)).iter().map(stem).collect()
+    files_of(&root().join(directory)).iter().map(stem).collect()
 }
 
 fn explore(name: &str, target: fn(&[u8])) {
@@ -62,7 +64,7 @@ fn explore(name: &str, target: fn(&[u8])) {
         return;
     }
     let seeds: Vec<Vec<u8>> =
-        files_of(&repository().join("fuzz/seeds").join(name)).iter().map(|f| replay(f)).collect();
+        files_of(&root().join("fuzz/seeds").join(name)).iter().map(|f| replay(f)).collect();
     let inputs = setting("FUZZ_INPUTS").unwrap_or(INPUTS) / share(name);
     let seed = setting("FUZZ_SEED").unwrap_or_else(Random::new_seed);
     support::report(&format!("{} seeds, {inputs} inputs from seed {seed}", seeds.len()));
@@ -93,10 +95,6 @@ fn share(name: &str) -> u64 {
         "text" => 5,
         _ => 1,
     }
-}
-
-fn repository() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
 fn files_of(directory: &Path) -> Vec<PathBuf> {

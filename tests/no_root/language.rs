@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::tree::{files, root};
+use crate::tree::{files, root, tests_in};
 
 /// The phrases of the style guide, each with what to write instead. A phrase must not have a
 /// legitimate use in technical English.
@@ -34,7 +34,7 @@ fn code() -> Vec<PathBuf> {
         kinds.iter().for_each(|kind| all.extend(files(directory, kind)));
     }
     let is_generated = |path: &Path| {
-        ["fuzz/target", "deploy/crds", "deploy/crds-upstream"]
+        ["fuzz/target", "deploy/crds", "deploy/crds-upstream", "src/grpc/generated"]
             .iter()
             .any(|directory| path.starts_with(root().join(directory)))
     };
@@ -138,19 +138,8 @@ fn pages_comments_strings_and_names_use_plain_words() {
 #[test]
 fn names_of_tests_are_short() {
     no_file_has(files("src", "rs").into_iter().chain(files("tests", "rs")).collect(), |_, text| {
-        let (mut is_test, mut long) = (false, Vec::new());
-        for (line, number) in text.lines().map(str::trim).zip(1..) {
-            is_test |= line.starts_with("#[test]") || line.starts_with("#[tokio::test");
-            let Some((_, rest)) = line.split_once("fn ") else { continue };
-            let name = rest.split(['(', '<']).next().unwrap();
-            if is_test && name.len() > TEST_NAME_LENGTH {
-                long.push((
-                    number,
-                    format!("{} of {TEST_NAME_LENGTH} letters: {name}", name.len()),
-                ));
-            }
-            is_test = false;
-        }
-        long
+        let long = tests_in(text).into_iter().filter(|(_, name)| name.len() > TEST_NAME_LENGTH);
+        let problem = |name: &str| format!("{} of {TEST_NAME_LENGTH} letters: {name}", name.len());
+        long.map(|(line, name)| (line, problem(name))).collect()
     });
 }

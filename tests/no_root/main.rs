@@ -5,6 +5,7 @@ mod chart;
 mod conformance;
 mod deploy_crds;
 mod fuzz;
+mod generated;
 mod language;
 mod monitoring;
 mod names;

@@ -1,12 +1,9 @@
 //! The versions of other projects' programs that manifests, pages and tools name.
 
-use std::fs;
-
-use super::tree::root;
+use super::tree::read;
 
 #[test]
 fn the_snapshot_controller_is_of_the_release_of_csi_snapshotter() {
-    let read = |file: &str| fs::read_to_string(root().join(file)).unwrap();
     let manifest = read("deploy/base/controller.yaml");
     let (_, tag) = manifest.split_once("/csi-snapshotter:").unwrap();
     let tag = tag.split_whitespace().next().unwrap();
@@ -30,7 +27,6 @@ fn the_snapshot_controller_is_of_the_release_of_csi_snapshotter() {
 /// hack/release-check.sh runs the commands of README.md, which names the files of this version.
 #[test]
 fn the_install_block_of_the_readme_is_that_of_the_guide() {
-    let read = |file: &str| fs::read_to_string(root().join(file)).unwrap();
     let readme = read("README.md");
     let (_, block) = readme.split_once("\n## Install\n").unwrap();
     let (block, _) = block.split_once("\n## ").unwrap();

@@ -11,13 +11,13 @@ use std::{
     fmt,
 };
 
-use csi_loopback::proto::FILE_DESCRIPTOR_SET;
-use prost::Message;
 use prost_types::{
     DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorProto,
-    FileDescriptorSet, ServiceDescriptorProto,
+    ServiceDescriptorProto,
     field_descriptor_proto::{Label, Type},
 };
+
+use crate::generated::descriptors;
 
 /// Packages and their tables.
 const TABLES: [(&str, &str); 7] = [
@@ -98,7 +98,7 @@ fn facts_of(table: &str) -> BTreeSet<Fact> {
 }
 
 fn descriptor() -> BTreeSet<Fact> {
-    let set = FileDescriptorSet::decode(FILE_DESCRIPTOR_SET).expect("a descriptor set");
+    let set = descriptors();
     let known = |package| TABLES.iter().any(|(known, _)| *known == package);
     let files = set.file.iter().filter(|file| known(file.package()));
     files.flat_map(|file| Reader::new(file).facts()).collect()

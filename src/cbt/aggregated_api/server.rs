@@ -25,6 +25,7 @@ use kubernetes::tls::identity::Identity;
 use kubernetes::{https, tls};
 use telemetry::http::Pages;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Field manager of writes to other parties' objects.
 const MANAGER: &str = "csi-loopback-aggregated-api";
@@ -125,13 +126,13 @@ async fn serve_api<C: DeltaService>(
     let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
     if let Some(trusted) = identity.trusted {
         let publication = CaBundle::new(&args.api_service, MANAGER);
-        tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
+        task::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the API");
     let Served { front_proxy, metrics, deltas } = served;
     let routes = routes(deltas, front_proxy, metrics, shutdown.clone());
     let longest = routes::LIMITS.request;
-    Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
+    Ok(task::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }
 
 /// Health and metrics.

@@ -29,6 +29,7 @@ use kubernetes::webhook_configuration::CaBundle;
 use kubernetes::{cache, tls};
 use telemetry::http::Pages;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Reporter of events, and field manager of writes to other parties' objects.
 const MANAGER: &str = "csi-loopback-session-manager";
@@ -90,7 +91,7 @@ async fn serve_webhook(
     if let Some(trusted) = identity.trusted {
         let publication: CaBundle<ValidatingWebhookConfiguration> =
             CaBundle::new(&args.webhook_configuration, MANAGER);
-        tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
+        task::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the webhook");
     let clients = Clients { watch: kubernetes.clone(), lookups: reviews.clone() };
@@ -98,12 +99,12 @@ async fn serve_webhook(
     let policy = args.clients.client_ca.is_none().then(|| AccessPolicy::new(&reviews));
     if let Some(policy) = policy.clone() {
         // Logs before the first request that access is not verified.
-        tokio::spawn(async move { policy.is_in_force().await });
+        task::spawn(async move { policy.is_in_force().await });
     }
     let bounds = Bounds::new(webhook::LIMITS, LISTENER);
     let routes = bounds.around(webhook::routes(reviews, limit, policy), refuse_in_text);
     let longest = webhook::LIMITS.request;
-    Ok(tokio::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
+    Ok(task::spawn(https::serve(incoming, routes, longest, shutdown.clone())))
 }
 
 fn context(

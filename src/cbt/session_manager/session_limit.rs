@@ -93,22 +93,6 @@ pub mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_namespace_is_refused_with_count_and_next_step() {
-        let api = FakeApi::default();
-        let limit = limit(&api, 2);
-        put(&api, "first");
-        assert_eq!(limit.check("apps").await, Ok(()));
-        put(&api, "second");
-        put(&api, "third");
-        let refused = limit.check("apps").await.unwrap_err();
-        assert_eq!(refused.code(), 403);
-        for part in ["namespace apps", "3 Snap", "maximum is 2", "delete", "--max-sessions-per"] {
-            assert!(refused.message().contains(part), "{refused:?}");
-        }
-        assert_eq!(limit.check("other").await, Ok(()));
-    }
-
-    #[tokio::test]
     async fn a_number_that_is_not_known_refuses() {
         let api = FakeApi::default();
         api.fail();

@@ -29,6 +29,7 @@ use grpc::proto::csi::v1 as csi;
 use grpc::proto::snapshotsession as session;
 use grpc::{Endpoint, RawMessage, code_name};
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Maximum bytes in transit to a client that does not read.
 const STREAM_WINDOW: u32 = 256 << 10;
@@ -119,7 +120,7 @@ impl DriverLink {
             }));
         let (sender, state) = watch::channel(Driver::NotReady("it has not been polled yet".into()));
         let link = Self { channel, state, lacks_sessions, probe_deltas, authorization: None };
-        tokio::spawn(poll(link.clone(), sender, timeout, shutdown));
+        task::spawn(poll(link.clone(), sender, timeout, shutdown));
         link
     }
 

@@ -251,7 +251,6 @@ mod tests {
     use clap::{Args as _, Command, FromArgMatches};
 
     use super::*;
-    use kubernetes::metadata_service::SnapshotMetadataServiceSpec;
     use kubernetes::tls::authority;
 
     fn parse(line: &str) -> Result<Args, clap::Error> {
@@ -318,27 +317,6 @@ mod tests {
     }
 
     #[test]
-    fn any_difference_in_a_service_is_drift() {
-        let service = service(None);
-        let object: SnapshotMetadataService =
-            serde_json::from_value(service.desired(None, "pem").unwrap()).unwrap();
-        let spec = object.spec.clone();
-        let with = |spec: SnapshotMetadataServiceSpec| SnapshotMetadataService {
-            spec,
-            metadata: object.metadata.clone(),
-        };
-        let good = |object: &SnapshotMetadataService| service.is_current(object, "pem");
-        assert!(good(&object));
-        let address = SnapshotMetadataServiceSpec { address: "b:1".into(), ..spec.clone() };
-        let audience = SnapshotMetadataServiceSpec { audience: "v".into(), ..spec.clone() };
-        for other in [address, audience] {
-            assert!(!good(&with(other.clone())), "{other:?}");
-        }
-        assert!(!service.is_current(&object, "other"));
-        assert!(!good(&SnapshotMetadataService { metadata: ObjectMeta::default(), spec }));
-    }
-
-    #[test]
     fn a_discovery_names_the_service_or_else_the_address() {
         let config = |address: &str| {
             Discovery { driver: "d".into(), address: address.parse().unwrap() }.client_config("pem")
@@ -355,52 +333,5 @@ mod tests {
             let other = config(&format!("{host}:8443"));
             assert_eq!((other.url, other.service), (Some(url), None));
         }
-    }
-
-    #[test]
-    fn any_difference_in_a_discovery_is_drift() {
-        let desired = Discovery { driver: "d".into(), address: "a:1".parse().unwrap() };
-        let made = |desired: &Discovery| -> DriverDiscovery {
-            serde_json::from_value(desired.desired(None, "pem").unwrap()).unwrap()
-        };
-        let object = made(&desired);
-        assert!(desired.is_current(&object, "pem"));
-        assert!(!desired.is_current(&object, "other"));
-        for address in ["a:2", "a.b.svc:1"] {
-            let other = Discovery { address: address.parse().unwrap(), ..desired.clone() };
-            assert!(!desired.is_current(&made(&other), "pem"));
-        }
-        assert_eq!(desired.conflicts(&object), None);
-        let mut other = object.clone();
-        other.spec.client_config.url = None;
-        other.spec.client_config.service = Some(ServiceReference::default());
-        assert!(!desired.is_current(&other, "pem"));
-        assert!(desired.conflicts(&other).unwrap()["spec"]["clientConfig"]["service"].is_null());
-        let mut unlabelled = object;
-        unlabelled.metadata.labels = None;
-        assert!(!desired.is_current(&unlabelled, "pem"));
-    }
-
-    #[test]
-    fn any_difference_in_a_configuration_is_drift() {
-        let desired = Configuration {
-            driver: "d".into(),
-            address: "a:1".parse().unwrap(),
-            namespace: "n".into(),
-        };
-        let made = |desired: &Configuration| -> SnapshotServiceConfiguration {
-            serde_json::from_value(desired.desired(None, "pem").unwrap()).unwrap()
-        };
-        let object = made(&desired);
-        assert!(desired.is_current(&object, "pem"));
-        assert!(!desired.is_current(&object, "other"));
-        let address = Configuration { address: "b:1".parse().unwrap(), ..desired.clone() };
-        let namespace = Configuration { namespace: "m".into(), ..desired.clone() };
-        for other in [address, namespace] {
-            assert!(!desired.is_current(&made(&other), "pem"), "{other:?}");
-        }
-        let mut unlabelled = object;
-        unlabelled.metadata.labels = None;
-        assert!(!desired.is_current(&unlabelled, "pem"));
     }
 }

@@ -23,6 +23,7 @@ use super::stream_limit::{StreamPermit, ended_for_others};
 use grpc::RawMessage;
 use kubernetes::secret::Secrets;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// What ends a stream early.
 pub struct Limits {
@@ -142,7 +143,7 @@ impl Relay {
         let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
         let (done, ended) = oneshot::channel();
         let limited = state.clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             tokio::select! {
                 _ = ended => {}
                 refusal = limits.reached(&limited, revoked) => terminate(&limited, &refusal),
@@ -355,20 +356,5 @@ mod tests {
         assert!(late.next().await.is_none());
         let mut in_time = ended_relay(Instant::now() + Duration::from_secs(60));
         assert!(in_time.next().await.is_none());
-    }
-
-    #[test]
-    fn driver_errors_are_relayed_and_unknown_is_internal() {
-        let none = Secrets::default();
-        let refusal = of_driver(&Status::out_of_range("starting_offset: past the end"), &none);
-        assert_eq!(
-            (refusal.code(), refusal.message()),
-            (Code::OutOfRange, "starting_offset: past the end")
-        );
-        assert_eq!(of_driver(&Status::unknown("x"), &none).code(), Code::Internal);
-        let broken = Status::from_error(Box::new(std::io::Error::other("reset")));
-        assert_eq!(of_driver(&broken, &none).reason, Reason::DriverDisconnected);
-        let full = of_driver(&Status::failed_precondition("the chain is broken"), &none);
-        assert!(full.message().contains("full backup"));
     }
 }

@@ -159,90 +159,14 @@ pub fn invalid(field: &str, problem: &str) -> Refusal {
 mod tests {
     use super::*;
 
-    fn delta() -> api::GetMetadataDeltaRequest {
-        api::GetMetadataDeltaRequest {
-            security_token: "a.b.c".into(),
-            namespace: "shop".into(),
-            base_snapshot_id: "snap-1".into(),
-            target_snapshot_name: "db-2.daily".into(),
-            starting_offset: 0,
-            max_results: 0,
-        }
-    }
-
-    #[track_caller]
-    fn refused(
-        change: impl FnOnce(&mut api::GetMetadataDeltaRequest),
-        reason: Reason,
-        field: &str,
-    ) {
-        let mut request = delta();
-        change(&mut request);
-        let refusal = MetadataRequest::delta(request).unwrap_err();
-        assert_eq!(refusal.reason, reason, "{refusal:?}");
-        assert!(refusal.message().starts_with(&format!("{field}: ")), "{refusal:?}");
-    }
-
-    #[test]
-    fn a_missing_argument_is_named() {
-        refused(|it| it.security_token.clear(), Reason::MissingArgument, "security_token");
-        refused(|it| it.namespace.clear(), Reason::MissingArgument, "namespace");
-        refused(|it| it.base_snapshot_id.clear(), Reason::MissingArgument, "base_snapshot_id");
-        refused(
-            |it| it.target_snapshot_name.clear(),
-            Reason::MissingArgument,
-            "target_snapshot_name",
-        );
-        let empty = api::GetMetadataAllocatedRequest {
-            security_token: "t".into(),
-            namespace: "n".into(),
-            ..Default::default()
-        };
-        let refusal = MetadataRequest::allocated(empty).unwrap_err();
-        assert!(refusal.message().starts_with("snapshot_name: "), "{refusal:?}");
-    }
-
-    #[test]
-    fn invalid_names_never_reach_the_api_server() {
-        let long = "x".repeat(254);
-        for bad in
-            ["..", "a/b", "a/../b", "A", "a_b", "-a", "a-", "a..b", "é", "a?b", "a%2fb", &long]
-        {
-            refused(
-                |it| it.target_snapshot_name = bad.into(),
-                Reason::InvalidArgument,
-                "target_snapshot_name",
-            );
-            refused(|it| it.namespace = bad.into(), Reason::InvalidArgument, "namespace");
-        }
-        refused(|it| it.namespace = "a.b".into(), Reason::InvalidArgument, "namespace");
-        refused(
-            |it| it.base_snapshot_id = "a\nb".into(),
-            Reason::InvalidArgument,
-            "base_snapshot_id",
-        );
-        refused(
-            |it| it.base_snapshot_id = "x".repeat(1025),
-            Reason::InvalidArgument,
-            "base_snapshot_id",
-        );
-        refused(|it| it.security_token = "a b".into(), Reason::InvalidArgument, "security_token");
-        refused(
-            |it| it.security_token = "x".repeat(16385),
-            Reason::InvalidArgument,
-            "security_token",
-        );
-    }
-
-    #[test]
-    fn negative_numbers_are_refused_with_their_own_codes() {
-        refused(|it| it.max_results = -1, Reason::InvalidArgument, "max_results");
-        refused(|it| it.starting_offset = -1, Reason::OutOfRange, "starting_offset");
-    }
-
     #[test]
     fn a_token_is_never_printed() {
-        let request = MetadataRequest::delta(delta()).unwrap();
-        assert!(!format!("{request:?}").contains("a.b.c"));
+        let request = MetadataRequest::allocated(api::GetMetadataAllocatedRequest {
+            security_token: "a.b.c".into(),
+            namespace: "shop".into(),
+            snapshot_name: "db-1".into(),
+            ..Default::default()
+        });
+        assert!(!format!("{:?}", request.unwrap()).contains("a.b.c"));
     }
 }

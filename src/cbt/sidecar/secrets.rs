@@ -211,19 +211,6 @@ mod tests {
     }
 
     #[test]
-    fn a_class_of_another_driver_yields_no_secret() {
-        let mut snapshot = snapshot();
-        let mut content = VolumeSnapshotContent::clone(&snapshot.content);
-        content.spec.driver = "own".into();
-        snapshot.content = content.into();
-        let check = |driver| check_driver(&VolumeSnapshotClass::new("fast", driver), &snapshot);
-        assert_eq!(check("own"), Ok(()));
-        let refusal = check("other").unwrap_err();
-        assert_eq!(refusal.reason, Reason::OtherDriver);
-        assert!(refusal.message().contains("name a class of own"), "{refusal:?}");
-    }
-
-    #[test]
     fn incomplete_or_invalid_secret_parameters_are_refused() {
         for parameters in [
             &[(NAME_KEY, "a")][..],

@@ -47,6 +47,7 @@ use kubernetes::tls::{Certificates, Connection};
 use kubernetes::{bound_snapshot, client, tls};
 use telemetry::http::{self, HealthCheck, Pages};
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Maximum number of concurrent calls.
 const CALLS: usize = 8192;
@@ -103,7 +104,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         health,
         followed_state,
     };
-    tokio::spawn(follower.driver(trusted));
+    task::spawn(follower.driver(trusted));
     serve_grpc(longest, incoming, routes(apis).add_service(health_service), shutdown).await;
     if let Some(pages) = pages {
         pages.task.await.context("cbt-http")?;
@@ -473,6 +474,6 @@ impl DriverFollower {
 
     fn keep(&self, publication: impl Publication, trusted: &watch::Receiver<String>) {
         let (kubernetes, shutdown) = (self.base.kubernetes.clone(), self.base.shutdown.clone());
-        tokio::spawn(maintain(kubernetes, publication, trusted.clone(), shutdown));
+        task::spawn(maintain(kubernetes, publication, trusted.clone(), shutdown));
     }
 }

@@ -36,6 +36,7 @@ use kubernetes::secret::Secrets;
 use kubernetes::tls::authority;
 use telemetry::peer::Peer;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// A token, and the namespaces whose VolumeSnapshots its user may get; all without any.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,7 +113,7 @@ pub async fn start(
     let reflected = reflection::service(&["snapshotmetadata.SnapshotMetadata"])?;
     routes.add_service(reflected);
     let incoming = server::accept(&args, listener, certificates, &shutdown)?;
-    let served = tokio::spawn(server::serve_grpc(
+    let served = task::spawn(server::serve_grpc(
         server::longest(&args),
         incoming,
         routes.routes(),

@@ -80,6 +80,15 @@ impl Coder {
         Ok(bytes)
     }
 
+    /// Like [`Self::decode`], for a chunk within the bytes of its pack.
+    pub fn decode_within(&self, chunk: &Chunk, pack: &[u8]) -> Result<Vec<u8>> {
+        let [at, length] = [chunk.at, chunk.stored].map(usize::try_from);
+        let (at, length) = (at?, length?);
+        let stored = pack.get(at..).and_then(|rest| rest.get(..length));
+        let stored = stored.context(Failure::damaged("a chunk is outside of its pack"))?;
+        self.decode(chunk, stored.to_vec())
+    }
+
     fn seal(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         match &self.0 {
             Some(sealed) => sealed.1.seal(&sealed.0, bytes),
@@ -159,6 +168,7 @@ fn append(extents: &mut Vec<(u64, u64)>, offset: u64, length: u64) {
 mod tests {
     use std::io::Write;
 
+    use super::super::failure::Kind;
     use super::*;
 
     fn id() -> BackupId {
@@ -190,27 +200,19 @@ mod tests {
     }
 
     #[test]
-    fn an_extent_of_parts_of_blocks_is_read_exactly() {
+    fn an_extent_is_read_exactly_and_zeros_take_no_room() {
         let device = device(&[1, 0, 2]);
         let extents = [Extent { offset: 512, length: 4096 + 4096 }];
         let coded = read(&device, &extents, true, &coder()).unwrap();
         assert_eq!(coded.chunk.data, [(512, 3584), (8192, 512)]);
         assert_eq!(coded.chunk.zeros, [(4096, 4096)]);
         assert_eq!(coded.chunk.bytes, 4096);
-    }
-
-    #[test]
-    fn zeros_alone_take_no_room() {
-        let extents = [Extent { offset: 0, length: 4096 }];
-        let coded = read(&device(&[0]), &extents, true, &coder()).unwrap();
+        let zeros = [Extent { offset: 4096, length: 4096 }];
+        let coded = read(&device, &zeros, true, &coder()).unwrap();
         assert_eq!((coded.chunk.stored, coded.chunk.bytes, coded.stored.len()), (0, 0, 0));
         assert!(coder().decode(&coded.chunk, Vec::new()).unwrap().is_empty());
-    }
-
-    #[test]
-    fn a_device_that_is_too_short_is_an_error() {
-        let extents = [Extent { offset: 0, length: 8192 }];
-        assert!(read(&device(&[1]), &extents, true, &coder()).is_err());
+        let too_far = [Extent { offset: 8192, length: 8192 }];
+        assert!(read(&device, &too_far, true, &coder()).is_err());
     }
 
     #[test]
@@ -229,5 +231,19 @@ mod tests {
         let mut longer = coded.stored.clone();
         longer.push(0);
         assert!(coder().decode(&coded.chunk, longer).is_err());
+    }
+
+    #[test]
+    fn a_chunk_outside_of_its_pack_is_damage() {
+        let extents = [Extent { offset: 0, length: 4096 }];
+        let Coded { mut chunk, stored } = read(&device(&[1]), &extents, true, &coder()).unwrap();
+        let pack = [vec![0; 7], stored].concat();
+        for (at, is_within) in [(7, true), (8, false), (1 << 40, false), (u64::MAX, false)] {
+            chunk.at = at;
+            let outcome = coder().decode_within(&chunk, &pack);
+            assert_eq!(outcome.is_ok(), is_within, "{at}");
+            let kind = outcome.err().map(|error| Kind::of(&error));
+            assert!(is_within || kind == Some(Some(Kind::Damaged)), "{at}");
+        }
     }
 }

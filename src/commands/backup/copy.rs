@@ -88,13 +88,10 @@ async fn recode(coders: [Coder; 2], page: Page, pack: Vec<u8>) -> Result<Vec<Cod
     let work = move || {
         let mut recoded = Vec::with_capacity(page.chunks.len());
         for chunk in page.chunks {
-            let at = usize::try_from(chunk.at)?;
-            let stored = pack.get(at..at + usize::try_from(chunk.stored)?);
-            let stored = stored.context("a chunk is outside of its pack")?.to_vec();
-            let bytes = from.decode(&chunk, stored)?;
+            let bytes = from.decode_within(&chunk, &pack)?;
             recoded.push(to.encode(&bytes, chunk.data, chunk.zeros)?);
         }
         Ok(recoded)
     };
-    tokio::task::spawn_blocking(work).await.context("the task panicked")?
+    super::blocking(work).await
 }

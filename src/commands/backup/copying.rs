@@ -6,8 +6,8 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, ensure};
-use tokio::task::JoinHandle;
+use anyhow::{Context, Result, ensure};
+use tokio::sync::oneshot;
 
 use super::attempt::Attempt;
 use super::chunk::{self, Coded, Coder};
@@ -19,6 +19,7 @@ use crate::client::block_map::{Source, clip};
 use crate::client::progress;
 use crate::client::stop::Stop;
 use storage::Extent;
+use telemetry::task;
 
 /// A backup that is being written.
 pub struct Copying<'c, 'r> {
@@ -115,7 +116,7 @@ struct Queue {
     keep_zeros: bool,
     coder: Coder,
     capacity: u64,
-    jobs: VecDeque<(JoinHandle<Result<Coded>>, u64)>,
+    jobs: VecDeque<(oneshot::Receiver<Result<Coded>>, u64)>,
     /// Bytes of data.
     copied: u64,
 }
@@ -129,13 +130,13 @@ impl Queue {
         let (device, coder, keep_zeros) =
             (Arc::clone(&self.device), self.coder.clone(), self.keep_zeros);
         let job = move || chunk::read(&*device, &extents, keep_zeros, &coder);
-        self.jobs.push_back((tokio::task::spawn_blocking(job), end));
+        self.jobs.push_back((task::blocking(job), end));
         Ok(())
     }
 
     async fn pop(&mut self, writer: &mut Writer) -> Result<()> {
         if let Some((job, end)) = self.jobs.pop_front() {
-            let coded = job.await.map_err(|error| anyhow!("read: {error}"))??;
+            let coded = job.await.context("the task panicked")??;
             self.copied += coded.chunk.bytes;
             writer.push(coded, end).await?;
             progress::report_data(self.copied, end, self.capacity);

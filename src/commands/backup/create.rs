@@ -241,8 +241,7 @@ mod tests {
     #[test]
     fn a_repeated_group_backup_completes_its_set() {
         let member = |number: usize| {
-            let mut backup = samples::backup(number);
-            backup.subject.base = None;
+            let mut backup = samples::backup_from(number, None);
             backup.subject.group = Some(samples::group());
             backup
         };

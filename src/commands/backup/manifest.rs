@@ -51,17 +51,15 @@ impl BackupId {
 
     /// The millisecond after its time.
     fn next_time(&self) -> Result<SystemTime> {
-        let digits: String = self.0.chars().take(18).filter(|letter| *letter != 'T').collect();
-        let [date, time] = [(0, 8), (8, 17)].map(|(from, to)| &digits[from..to]);
+        let id = &self.0;
         let text = format!(
-            "{}-{}-{}T{}:{}:{}.{}Z",
-            &date[..4],
-            &date[4..6],
-            &date[6..],
-            &time[..2],
-            &time[2..4],
-            &time[4..6],
-            &time[6..]
+            "{}-{}-{}:{}:{}.{}Z",
+            &id[..4],
+            &id[4..6],
+            &id[6..11],
+            &id[11..13],
+            &id[13..15],
+            &id[15..18]
         );
         let next = humantime::parse_rfc3339(&text).map(|time| time + Duration::from_millis(1));
         // The year 10000 has no id.
@@ -408,6 +406,11 @@ pub mod samples {
 
     /// The backup of snapshot `number`, from the previous one.
     pub fn backup(number: usize) -> Manifest {
+        backup_from(number, number.checked_sub(1))
+    }
+
+    /// The same from another one, or a full one.
+    pub fn backup_from(number: usize, base: Option<usize>) -> Manifest {
         Manifest {
             version: VERSION,
             id: id(number),
@@ -420,7 +423,7 @@ pub mod samples {
                 change_id: None,
                 snapshot_created: Some(format!("2026-01-0{number}")),
                 capacity_bytes: 1 << 20,
-                base: number.checked_sub(1).map(|older| Base {
+                base: base.map(|older| Base {
                     backup: id(older),
                     snapshot_id: format!("s{older}"),
                     expires: None,

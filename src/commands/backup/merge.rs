@@ -6,7 +6,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use moka::future::Cache;
 
 use super::document::{Hash, RunningHash};
 use super::failure::Failure;
@@ -14,6 +13,7 @@ use super::listing::Listing;
 use super::manifest::{BackupId, Chunk, Manifest, Page};
 use super::repository::Repository;
 use storage::Extent;
+use telemetry::memo::{Keep, Memo};
 
 /// A part of the volume, all of it from one place.
 #[derive(Debug, Clone, PartialEq)]
@@ -242,19 +242,18 @@ fn pieces(place: Arc<Place>) -> Vec<Piece> {
 
 /// Pages that were read, for reads that jump. Cheap to clone.
 #[derive(Clone)]
-pub struct PageCache(Cache<(BackupId, u32), Arc<Page>>);
+pub struct PageCache(Memo<(BackupId, u32), Arc<Page>>);
 
 impl PageCache {
     /// Bytes of all pages, about.
     const BYTES: u64 = 32 << 20;
 
     pub fn new() -> Self {
-        let weigh = |_: &(BackupId, u32), page: &Arc<Page>| {
+        Self(Memo::weighed(Self::BYTES, Keep::Always, |page| {
             let extents: usize =
                 page.chunks.iter().map(|one| one.data.len() + one.zeros.len()).sum();
-            u32::try_from(256 + page.chunks.len() * 192 + extents * 16).unwrap_or(u32::MAX)
-        };
-        Self(Cache::builder().max_capacity(Self::BYTES).weigher(weigh).build())
+            (256 + page.chunks.len() * 192 + extents * 16) as u64
+        }))
     }
 }
 
@@ -310,19 +309,12 @@ impl Pages {
     pub async fn next(&mut self) -> Result<Option<Page>> {
         let Manifest { id, pages_hash, totals, .. } = &self.manifest;
         if self.number == self.manifest.pages() {
-            let found = self.hash.clone().finish();
-            ensure!(
-                self.cache.is_some() || found == *pages_hash,
-                Failure::damaged(format!(
-                    "backup {id} is damaged: its pages do not have their hash"
-                ))
-            );
-            ensure!(
-                self.cache.is_some() || self.totals == *totals,
-                Failure::damaged(format!(
-                    "backup {id} is damaged: its sums are not those of its pages"
-                ))
-            );
+            let is_part = self.cache.is_some();
+            let damaged = |what| Failure::damaged(format!("backup {id} is damaged: its {what}"));
+            let has_hash = self.hash.clone().finish() == *pages_hash;
+            ensure!(is_part || has_hash, damaged("pages do not have their hash"));
+            let has_sums = self.totals == *totals;
+            ensure!(is_part || has_sums, damaged("sums are not those of its pages"));
             return Ok(None);
         }
         let page = Arc::unwrap_or_clone(self.read(self.number).await?);
@@ -335,7 +327,7 @@ impl Pages {
     async fn read(&mut self, number: u32) -> Result<Arc<Page>> {
         let attempt = self.manifest.attempt_of(number).clone();
         if let Some(PageCache(cache)) = &self.cache
-            && let Some(page) = cache.get(&(attempt.clone(), number)).await
+            && let Some(page) = cache.get(&(attempt.clone(), number))
         {
             return Ok(page);
         }
@@ -349,7 +341,7 @@ impl Pages {
         self.hash.add(&hash);
         let page = Arc::new(page);
         if let Some(PageCache(cache)) = &self.cache {
-            cache.insert((attempt, number), Arc::clone(&page)).await;
+            cache.insert((attempt, number), Arc::clone(&page));
         }
         Ok(page)
     }

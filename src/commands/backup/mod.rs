@@ -46,7 +46,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Subcommand;
 use serde::Serialize;
 
@@ -65,14 +65,16 @@ use crate::client::connection::Connection;
 use crate::client::format::{self, print_one, print_rows};
 use crate::client::stop::Stop;
 use crate::client::{self, Options, Output, progress};
+use telemetry::on_demand::OnDemand;
+use telemetry::task;
 
 /// The commands, flattened into the binary's command line.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Back up snapshots to a directory or a bucket, and manage the backups
-    Backup(BackupArgs),
+    Backup(OnDemand<BackupArgs>),
     /// Restore a backup to a device, a file or a new volume
-    Restore(RestoreArgs),
+    Restore(OnDemand<RestoreArgs>),
 }
 
 /// Runs one command. The exit codes are those of docs/reference/backup.md.
@@ -87,8 +89,8 @@ pub fn run(command: Command) -> Result<ExitCode> {
         common::fail_point::watch(directory.into());
     }
     let outcome = match command {
-        Command::Backup(args) => client::on_runtime(backup(args)),
-        Command::Restore(args) => client::on_runtime(restoring::run(args)),
+        Command::Backup(args) => client::on_runtime(backup(*args.0)),
+        Command::Restore(args) => client::on_runtime(restoring::run(*args.0)),
     };
     match outcome {
         Err(error) if client::reader_gone(&error) => Ok(ExitCode::from(client::READER_GONE)),
@@ -119,6 +121,7 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
         return print_result(&result);
     }
     let read = async |repository: &RepositoryArgs| open(repository, Access::Read, &stop).await;
+    let change = |dry_run: bool| if dry_run { Access::Read } else { Access::Change };
     match command {
         BackupCommand::Create(args) => create_command(&options, &stop, &args).await,
         BackupCommand::List { repository, volume } => {
@@ -139,13 +142,11 @@ async fn backup(args: BackupArgs) -> Result<ExitCode> {
             mount::run(&options, &stop, &read(&repository).await?, &backup, &directory).await
         }
         BackupCommand::Prune { repository, rules, dry_run } => {
-            let access = if dry_run { Access::Read } else { Access::Change };
-            let repository = open(&repository, access, &stop).await?;
+            let repository = open(&repository, change(dry_run), &stop).await?;
             manage::prune(&options, &stop, &repository, &rules, dry_run).await
         }
         BackupCommand::Delete { backups, repository, remove_last, dry_run } => {
-            let access = if dry_run { Access::Read } else { Access::Change };
-            let repository = open(&repository, access, &stop).await?;
+            let repository = open(&repository, change(dry_run), &stop).await?;
             manage::delete(&options, &stop, &repository, &backups, remove_last, dry_run).await
         }
         BackupCommand::Copy { backups, repository, to } => {
@@ -354,4 +355,11 @@ fn created_text(created: &Created, entry: &Entry, time: Duration) -> String {
         _ => "complete",
     };
     entry.facts([("result", state.to_owned()), ("time", format::took(time))])
+}
+
+/// The result of work on a thread where it may block.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    task::blocking(work).await.context("the task panicked")?
 }

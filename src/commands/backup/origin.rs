@@ -5,10 +5,8 @@
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::path::Path;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use tokio::time::Instant;
 
 use super::copying::Copying;
 use super::listing::{Blocks, Listing};
@@ -20,9 +18,6 @@ use crate::client::scratch::Scratch;
 use crate::client::{Options, base, format, names};
 use grpc::proto::admin::v1 as admin;
 use grpc::proto::csi::v1 as csi;
-
-/// How long the removal of the temporary volume may take.
-const CLEAN_UP: Duration = Duration::from_secs(60);
 
 /// Where the blocks and the data of a snapshot come from.
 pub enum Origin<'o> {
@@ -202,8 +197,7 @@ async fn by_driver(
         copying.copy(first, blocks, &device).await
     }
     .await;
-    let bounded = connection.until(Instant::now() + CLEAN_UP);
-    match (copied, scratch.clean(&bounded).await) {
+    match (copied, scratch.clean(connection).await) {
         (Ok(()), cleaned) => Ok(cleaned),
         (Err(error), Ok(())) => Err(error),
         (Err(error), Err(left)) => Err(error.context(format!("{left:#}"))),

@@ -218,34 +218,27 @@ async fn tidy(repository: &Repository, inventory: &Inventory, now: SystemTime) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backup::manifest::{Base, samples};
+    use crate::backup::manifest::samples;
 
     const DAY: Duration = Duration::from_secs(86_400);
 
     /// Backups of one volume, one a day, each with the number of its base.
     fn inventory(bases: &[Option<usize>]) -> Inventory {
         let backup = |(number, base): (usize, &Option<usize>)| {
-            let mut backup = samples::backup(number);
-            backup.created = format!("2026-01-0{}T00:00:00Z", number + 1);
-            backup.subject.base = base.map(|base| Base {
-                backup: samples::id(base),
-                snapshot_id: format!("s{base}"),
-                expires: None,
-            });
-            backup
+            let created = format!("2026-01-0{}T00:00:00Z", number + 1);
+            Manifest { created, ..samples::backup_from(number, *base) }
         };
         Inventory { backups: bases.iter().enumerate().map(backup).collect(), ..Default::default() }
     }
 
-    fn planned(
-        inventory: &Inventory,
-        keep_last: Option<usize>,
-        days: Option<u32>,
-    ) -> [Vec<usize>; 2] {
-        let now = humantime::parse_rfc3339("2026-01-05T01:00:00Z").unwrap();
-        let keep_within = days.map(|days| DAY * days);
-        let rules =
-            Rules { keep_last, keep_within, remove_last: keep_last == Some(0), ..Rules::default() };
+    fn last(count: usize) -> Rules {
+        Rules { keep_last: Some(count), ..Rules::default() }
+    }
+
+    /// What is removed, and what is only needed.
+    fn planned(inventory: &Inventory, rules: Rules) -> [Vec<usize>; 2] {
+        // Years later, times still count from the newest backup.
+        let now = humantime::parse_rfc3339("2030-01-05T01:00:00Z").unwrap();
         let plan = plan(inventory, rules, now);
         let number = |id: &BackupId| (0..5).find(|number| samples::id(*number) == *id).unwrap();
         [plan.remove, plan.needed].map(|ids| ids.iter().map(number).collect())
@@ -253,13 +246,18 @@ mod tests {
 
     #[test]
     fn what_a_kept_backup_needs_is_kept() {
-        let two_chains = inventory(&[None, Some(0), None, Some(2), Some(3)]);
-        assert_eq!(planned(&two_chains, Some(1), None), [vec![1, 0], vec![3, 2]]);
-        assert_eq!(planned(&two_chains, Some(3), None), [vec![1, 0], vec![]]);
-        assert_eq!(planned(&two_chains, Some(4), None), [vec![], vec![0]]);
-        assert_eq!(planned(&two_chains, None, Some(1)), [vec![1, 0], vec![2]]);
-        assert_eq!(planned(&two_chains, Some(1), Some(90)), [Vec::<usize>::new(), Vec::new()]);
-        assert_eq!(planned(&two_chains, Some(0), None), [vec![4, 3, 2, 1, 0], vec![]]);
+        let within = |days| Some(DAY * days);
+        for (rules, removed, needed) in [
+            (last(1), &[1, 0][..], &[3, 2][..]),
+            (last(3), &[1, 0], &[]),
+            (last(4), &[], &[0]),
+            (Rules { keep_within: within(1), ..Rules::default() }, &[1, 0], &[2]),
+            (Rules { keep_within: within(90), ..last(1) }, &[], &[]),
+            (Rules { remove_last: true, ..last(0) }, &[4, 3, 2, 1, 0], &[]),
+        ] {
+            let two_chains = inventory(&[None, Some(0), None, Some(2), Some(3)]);
+            assert_eq!(planned(&two_chains, rules), [removed, needed], "{rules:?}");
+        }
     }
 
     #[test]
@@ -268,36 +266,30 @@ mod tests {
         for number in [0, 1] {
             both.backups[number].subject.volume_id = "w".to_owned();
         }
-        assert_eq!(planned(&both, Some(1), None), [vec![2, 0], vec![]]);
+        assert_eq!(planned(&both, last(1)), [vec![2, 0], vec![]]);
         for number in [0, 3] {
             both.backups[number].subject.group = Some(samples::group());
         }
-        assert_eq!(planned(&both, Some(1), None), [vec![2], vec![0]]);
+        assert_eq!(planned(&both, last(1)), [vec![2], vec![0]]);
     }
 
     #[test]
     fn the_last_restorable_backup_stays_and_damage_does_not_count() {
-        let now = humantime::parse_rfc3339("2030-01-05T01:00:00Z").unwrap();
         let mut three = inventory(&[None, None, None]);
         let removed = |inventory: &Inventory, rules| {
-            let plan = plan(inventory, rules, now);
-            plan.remove.iter().map(ToString::to_string).collect::<Vec<_>>()
+            let [removed, _] = planned(inventory, rules);
+            removed
         };
-        let ids = |numbers: &[usize]| {
-            numbers.iter().map(|number| samples::id(*number).to_string()).collect::<Vec<_>>()
-        };
-        let none = Rules { keep_last: Some(0), ..Rules::default() };
-        assert_eq!(removed(&three, none), ids(&[1, 0]));
-        assert_eq!(removed(&three, Rules { remove_last: true, ..none }), ids(&[2, 1, 0]));
-        // Years later, the time counts from the newest backup.
+        assert_eq!(removed(&three, last(0)), [1, 0]);
+        assert_eq!(removed(&three, Rules { remove_last: true, ..last(0) }), [2, 1, 0]);
         let within = Rules { keep_within: Some(DAY), ..Rules::default() };
-        assert_eq!(removed(&three, within), ids(&[0]));
+        assert_eq!(removed(&three, within), [0]);
         three.broken.insert(samples::id(2), "lost".to_owned());
-        let one = Rules { keep_last: Some(1), ..Rules::default() };
-        assert_eq!(removed(&three, one), ids(&[0]));
+        assert_eq!(removed(&three, last(1)), [0]);
         for number in [0, 1] {
             three.broken.insert(samples::id(number), "lost".to_owned());
         }
-        assert!(removed(&three, one).is_empty(), "nothing can be restored, so nothing is removed");
+        // Nothing can be restored, so nothing is removed.
+        assert!(removed(&three, last(1)).is_empty());
     }
 }

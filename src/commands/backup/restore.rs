@@ -10,6 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tokio::task::JoinSet;
 
+use super::blocking;
 use super::chunk::Coder;
 use super::copying::parallel;
 use super::document::Hash;
@@ -308,10 +309,4 @@ pub async fn to_stream(
         written += data;
         progress::report_data(written, end, capacity);
     }
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    tokio::task::spawn_blocking(work).await.context("the task panicked")?
 }

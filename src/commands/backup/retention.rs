@@ -197,19 +197,14 @@ fn taken(backup: &Manifest) -> Option<SystemTime> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backup::manifest::{Base, samples};
+    use crate::backup::manifest::samples;
 
     /// Backups of one volume, each with the time of its snapshot and the number of its base.
     fn inventory(backups: &[(&str, Option<usize>)]) -> Inventory {
         let backup = |(number, (taken, base)): (usize, &(&str, Option<usize>))| {
-            let mut backup = samples::backup(number);
+            let mut backup = samples::backup_from(number, *base);
             backup.created = "2030-01-01T00:00:00Z".to_owned();
             backup.subject.snapshot_created = Some((*taken).to_owned());
-            backup.subject.base = base.map(|base| Base {
-                backup: samples::id(base),
-                snapshot_id: format!("s{base}"),
-                expires: None,
-            });
             backup
         };
         Inventory {
@@ -271,9 +266,7 @@ mod tests {
         Rules { keep_weekly: Some(1), ..none }.check().unwrap();
         Rules { keep_within: Some(Duration::ZERO), ..none }.check().unwrap();
         let all = Rules { keep_within: Some(Duration::from_secs(DAY)), remove_last: true, ..none };
-        assert_eq!(
-            all.flags(),
-            ["--keep-last=0", "--keep-daily=0", "--keep-within=1day", "--remove-last"]
-        );
+        let flags = ["--keep-last=0", "--keep-daily=0", "--keep-within=1day", "--remove-last"];
+        assert_eq!(all.flags(), flags);
     }
 }

@@ -29,7 +29,12 @@ impl RepositoryArgs {
     /// # Errors
     /// No repository is named, or the environment names none that can exist.
     pub fn location(&self) -> Result<Location> {
-        location(self.repository.as_ref(), variable)
+        if let Some(location) = &self.repository {
+            return Ok(location.clone());
+        }
+        let text = variable(REPOSITORY)
+            .with_context(|| format!("no repository is named; set --repository or {REPOSITORY}"))?;
+        text.parse().map_err(|error: String| anyhow!("{REPOSITORY}={text} {error}"))
     }
 
     pub fn key(&self) -> Result<Option<KeySource>> {
@@ -37,7 +42,14 @@ impl RepositoryArgs {
             ("--key-file", self.key_file.as_deref()),
             ("--key-command", self.key_command.as_deref()),
         );
-        key(flag, variable)
+        if flag.is_some() {
+            return Ok(flag);
+        }
+        let [file, command] = [KEY_FILE, KEY_COMMAND].map(variable);
+        let is_one = file.is_none() || command.is_none();
+        ensure!(is_one, "{KEY_FILE} and {KEY_COMMAND} are set; unset one");
+        let file = file.map(PathBuf::from);
+        Ok(source((KEY_FILE, file.as_deref()), (KEY_COMMAND, command.as_deref())))
     }
 }
 
@@ -114,31 +126,6 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-fn location(
-    flag: Option<&Location>,
-    variable: impl Fn(&str) -> Option<String>,
-) -> Result<Location> {
-    if let Some(location) = flag {
-        return Ok(location.clone());
-    }
-    let text = variable(REPOSITORY)
-        .with_context(|| format!("no repository is named; set --repository or {REPOSITORY}"))?;
-    text.parse().map_err(|error: String| anyhow!("{REPOSITORY}={text} {error}"))
-}
-
-fn key(
-    flag: Option<KeySource>,
-    variable: impl Fn(&str) -> Option<String>,
-) -> Result<Option<KeySource>> {
-    if flag.is_some() {
-        return Ok(flag);
-    }
-    let [file, command] = [KEY_FILE, KEY_COMMAND].map(variable);
-    ensure!(file.is_none() || command.is_none(), "{KEY_FILE} and {KEY_COMMAND} are set; unset one");
-    let file = file.map(PathBuf::from);
-    Ok(source((KEY_FILE, file.as_deref()), (KEY_COMMAND, command.as_deref())))
-}
-
 /// Ends the process if the caller does not wait for it any more.
 struct Killed(Arc<Mutex<std::process::Child>>);
 
@@ -172,33 +159,12 @@ async fn printed(name: &'static str, command: &str) -> Result<KeyFile> {
         }
         key
     };
-    tokio::task::spawn_blocking(read).await.context("the task panicked")?
+    super::blocking(read).await
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_flag_comes_before_the_environment_and_errors_name_it() {
-        let environment = |name: &str| (name == REPOSITORY).then(|| "s3://bucket".to_owned());
-        let flag = Location::Directory("/a".into());
-        assert_eq!(location(Some(&flag), environment).unwrap(), flag);
-        assert_eq!(location(None, environment).unwrap().to_string(), "s3://bucket");
-        let error = location(None, |_| None).unwrap_err().to_string();
-        assert!(error.contains("--repository") && error.contains(REPOSITORY), "{error}");
-        let error = location(None, |_| Some("sftp:a".to_owned())).unwrap_err().to_string();
-        assert!(error.starts_with("CSI_LOOPBACK_REPOSITORY=sftp:a"), "{error}");
-
-        let both = |name: &str| Some(name.to_owned());
-        let error = key(None, both).unwrap_err().to_string();
-        assert!(error.contains(KEY_FILE) && error.contains(KEY_COMMAND), "{error}");
-        let flag = || Some(KeySource::Command("--key-command", "c".to_owned()));
-        assert_eq!(key(flag(), both).unwrap(), flag());
-        let file = |name: &str| (name == KEY_FILE).then(|| "/k".to_owned());
-        assert_eq!(key(None, file).unwrap(), Some(KeySource::File(KEY_FILE, "/k".into())));
-        assert_eq!(key(None, |_| None).unwrap(), None);
-    }
 
     #[tokio::test]
     async fn a_command_prints_the_key_and_no_error_has_its_text() {

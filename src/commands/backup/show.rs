@@ -218,10 +218,8 @@ mod tests {
 
     #[test]
     fn a_list_shows_the_position_in_each_chain() {
-        let mut inventory = Inventory {
-            backups: vec![samples::backup(0), samples::backup(1), samples::backup(2)],
-            ..Inventory::default()
-        };
+        let backups = [0, 1, 2].map(samples::backup).to_vec();
+        let mut inventory = Inventory { backups, ..Inventory::default() };
         inventory.backups[0].created = "2026-01-01T00:00:00.123Z".to_owned();
         inventory.backups[1].created = "2026-01-03T23:00:00Z".to_owned();
         inventory.broken.insert(samples::id(2), "lost".to_owned());

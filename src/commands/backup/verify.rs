@@ -91,14 +91,9 @@ async fn pack(repository: &Repository, coder: super::chunk::Coder, page: Page) -
     let pack = repository.pack(&page).await?;
     let work = move || {
         for chunk in &page.chunks {
-            let at = usize::try_from(chunk.at)?;
-            let stored = pack.get(at..at + usize::try_from(chunk.stored)?);
-            let stored = stored.context("a chunk is outside of its pack")?;
-            coder
-                .decode(chunk, stored.to_vec())
-                .with_context(|| format!("page {}", page.number))?;
+            coder.decode_within(chunk, &pack).with_context(|| format!("page {}", page.number))?;
         }
         Ok(())
     };
-    tokio::task::spawn_blocking(work).await.context("the task panicked")?
+    super::blocking(work).await
 }

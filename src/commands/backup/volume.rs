@@ -8,9 +8,6 @@ use crate::client::connection::Connection;
 use crate::client::names;
 use crate::client::scratch::Scratch;
 
-/// How long the clean-up may take.
-const CLEAN_UP: std::time::Duration = std::time::Duration::from_secs(60);
-
 pub async fn restore(
     from: &Restorer<'_>,
     connection: &Connection,
@@ -27,14 +24,13 @@ pub async fn restore(
         from.restore(backup, &device).await
     }
     .await;
-    let bounded = connection.until(tokio::time::Instant::now() + CLEAN_UP);
     let restored = restored.map(|done| done.with_target(format!("volume {name}")));
     match restored {
         Ok(done) => {
-            scratch.release(&bounded).await.context("take down the restored volume")?;
+            scratch.release(connection).await.context("take down the restored volume")?;
             Ok(done)
         }
-        Err(error) => match scratch.clean(&bounded).await {
+        Err(error) => match scratch.clean(connection).await {
             Ok(()) => Err(error),
             Err(left) => Err(error.context(format!("{left:#}"))),
         },

@@ -17,6 +17,7 @@ use super::manifest::{
 };
 use super::repository::Repository;
 use super::repository::names::Listing;
+use telemetry::task;
 
 /// Packs on their way at a time: one is flushed while the next one is sent.
 const UPLOADS: usize = 2;
@@ -185,7 +186,7 @@ impl Writer {
         let (done, written) = oneshot::channel();
         let earlier = self.written.replace(written);
         let upload = upload(self.repository.clone(), page, pack, earlier);
-        self.uploads.push_back(tokio::spawn(async move {
+        self.uploads.push_back(task::spawn(async move {
             let uploaded = upload.await?;
             // A writer that has failed does not wait.
             let _ = done.send(());
@@ -243,7 +244,7 @@ async fn upload(
             let sum = pack.iter().fold(0, |sum, part| crc32c::crc32c_append(sum, part));
             (sum, pack.into_iter().collect())
         };
-        let summed = tokio::task::spawn_blocking(sum).await;
+        let summed = task::blocking(sum).await;
         let (crc, pack) = summed.context("the task panicked")?;
         page.pack_crc = crc;
         repository.put_pack(&page.backup, page.number, pack).await?;

@@ -17,9 +17,6 @@ use admin::set_base_retention_request::Retention as NewRetention;
 use common::quantity;
 use grpc::proto::admin::v1 as admin;
 
-/// Entries of one page of a list.
-const PAGE: i32 = 1000;
-
 #[derive(Debug, Args)]
 pub struct BaseArgs {
     #[command(flatten)]
@@ -147,18 +144,18 @@ pub async fn chain_order(connection: &Connection, volume_id: &str) -> Vec<String
 /// All pages of a list of bases.
 pub async fn list_all(
     connection: &Connection,
-    mut request: admin::ListBasesRequest,
+    request: admin::ListBasesRequest,
 ) -> Result<Vec<admin::Base>, Status> {
-    request.max_entries = PAGE;
     let mut bases = Vec::new();
-    loop {
-        let page = connection.base_admin().list_bases(request.clone()).await?.into_inner();
+    names::pages(async |starting_token| {
+        let request =
+            admin::ListBasesRequest { max_entries: names::PAGE, starting_token, ..request.clone() };
+        let page = connection.base_admin().list_bases(request).await?.into_inner();
         bases.extend(page.bases);
-        if page.next_token.is_empty() {
-            return Ok(bases);
-        }
-        request.starting_token = page.next_token;
-    }
+        Ok(page.next_token)
+    })
+    .await?;
+    Ok(bases)
 }
 
 async fn set(

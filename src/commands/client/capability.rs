@@ -62,13 +62,9 @@ impl Access {
 }
 
 impl CapabilityArgs {
-    pub fn is_block(&self) -> bool {
-        self.block
-    }
-
-    /// Whether `--fs` is set.
-    pub fn has_fs_type(&self) -> bool {
-        self.fs.is_some()
+    /// Whether `--block` or `--fs` is set.
+    pub fn has_access(&self) -> bool {
+        self.block || self.fs.is_some()
     }
 
     pub fn capability(&self) -> VolumeCapability {

@@ -29,6 +29,7 @@ const NONCE: &str = "0123456789abcdef";
 #[derive(Clone)]
 pub struct Fake(Arc<Mutex<State>>);
 
+#[derive(Default)]
 struct State {
     /// Bytes by snapshot id.
     snapshots: BTreeMap<String, Vec<u8>>,
@@ -69,18 +70,7 @@ impl Fake {
             .iter()
             .map(|&(byte_offset, size_bytes)| csi::BlockMetadata { byte_offset, size_bytes })
             .collect();
-        Self(Arc::new(Mutex::new(State {
-            snapshots,
-            delta,
-            capacity: None,
-            volumes: BTreeMap::new(),
-            staged: BTreeSet::new(),
-            published: BTreeSet::new(),
-            paths: BTreeSet::new(),
-            calls: BTreeMap::new(),
-            failure: None,
-            signal: None,
-        })))
+        Self(Arc::new(Mutex::new(State { snapshots, delta, ..State::default() })))
     }
 
     pub fn serve(&self) -> Served {

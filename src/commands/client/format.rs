@@ -69,12 +69,7 @@ pub fn time(timestamp: Option<&Timestamp>) -> Option<String> {
 
 /// Text without control characters, which could take over a terminal; lines stay lines.
 pub fn printable(text: &str) -> String {
-    let shown = |letter: char| match letter {
-        '\n' => letter.to_string(),
-        letter if letter.is_control() => letter.escape_default().to_string(),
-        letter => letter.to_string(),
-    };
-    text.chars().map(shown).collect()
+    text.split('\n').map(cell).collect::<Vec<_>>().join("\n")
 }
 
 /// The same without line breaks, as in a cell of a table.

@@ -1,14 +1,16 @@
 //! `snapshot group`: snapshots of several volumes at one point in time (CSI GroupController).
 
+use std::collections::BTreeSet;
+
 use anyhow::Result;
 use clap::Subcommand;
 use serde::Serialize;
 
 use super::connection::{Connection, refused};
+use super::names::{self, Search};
 use super::snapshot::{self, Row};
 use super::volume::changed;
-use super::{Output, format, names};
-use common::ids;
+use super::{Output, format};
 use grpc::proto::csi::v1 as csi;
 
 #[derive(Debug, Subcommand)]
@@ -144,25 +146,13 @@ async fn members(connection: &Connection) -> Result<Vec<Row>> {
 /// # Errors
 /// Several groups have that name.
 fn group_id(rows: &[Row], reference: &str) -> Result<Option<String>> {
-    let slug = ids::slug(reference);
-    let mut found: Vec<&String> = rows.iter().map(|row| &row.group_snapshot_id).collect();
-    found.dedup();
-    if let Some(exact) = found.iter().find(|id| **id == reference) {
-        return Ok(Some((*exact).clone()));
+    if reference.is_empty() {
+        return Ok(None);
     }
-    found.retain(|id| ids::name_of(id) == Some(&slug));
-    match found.as_slice() {
-        [] => Ok(None),
-        [one] => Ok(Some((*one).clone())),
-        several => {
-            let ids: Vec<_> = several.iter().map(|id| id.as_str()).collect();
-            anyhow::bail!(
-                "{} group snapshots are named {reference:?}; use an id: {}",
-                ids.len(),
-                ids.join(", ")
-            )
-        }
-    }
+    let mut search = Search::new("group snapshot", reference)?;
+    let ids: BTreeSet<&String> = rows.iter().map(|row| &row.group_snapshot_id).collect();
+    ids.into_iter().for_each(|id| search.offer(id.clone(), id.clone()));
+    search.finish()
 }
 
 fn missing(reference: &str) -> String {

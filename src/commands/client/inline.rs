@@ -7,11 +7,10 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use serde::Serialize;
-use tonic::Code;
 
 use super::capability;
 use super::connection::{Connection, refused};
-use super::node::{check_defers, make_parent, not_in_use};
+use super::node::{check_defers, inline_volumes, make_parent, not_in_use};
 use super::stats::stats;
 use super::volume::{Change, absolute};
 use super::{Output, format};
@@ -22,9 +21,6 @@ use grpc::proto::csi::v1 as csi;
 
 /// The attribute with which kubelet marks an inline volume (podInfoOnMount).
 const EPHEMERAL: (&str, &str) = ("csi.storage.k8s.io/ephemeral", "true");
-
-/// Entries of one page of a list.
-const PAGE: i32 = 1000;
 
 #[derive(Debug, Subcommand)]
 pub enum InlineCommand {
@@ -170,31 +166,12 @@ async fn find(
     connection: &Connection,
     handle: &str,
 ) -> Result<Option<Option<admin::InlineVolume>>> {
-    let volumes = all(connection).await?;
+    let volumes = inline_volumes(connection).await?;
     Ok(volumes.map(|all| all.into_iter().find(|volume| volume.handle == handle)))
 }
 
-/// All inline volumes; `None` from a driver without VolumeAdmin.
-async fn all(connection: &Connection) -> Result<Option<Vec<admin::InlineVolume>>> {
-    let mut volumes = Vec::new();
-    let mut starting_token = String::new();
-    loop {
-        let request = admin::ListInlineVolumesRequest { max_entries: PAGE, starting_token };
-        let page = match connection.volume_admin().list_inline_volumes(request).await {
-            Ok(response) => response.into_inner(),
-            Err(status) if status.code() == Code::Unimplemented => return Ok(None),
-            Err(status) => return Err(refused(status)),
-        };
-        volumes.extend(page.volumes);
-        if page.next_token.is_empty() {
-            return Ok(Some(volumes));
-        }
-        starting_token = page.next_token;
-    }
-}
-
 async fn list(connection: &Connection, output: Output) -> Result<()> {
-    let volumes = all(connection).await?;
+    let volumes = inline_volumes(connection).await?;
     let volumes =
         volumes.context("the driver has no VolumeAdmin service, so it lists no inline volumes")?;
     let rows: Vec<Row> = volumes.into_iter().map(Row::from).collect();

@@ -4,19 +4,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use serde::Serialize;
-use tokio::time::Instant;
 
 use super::scratch::Scratch;
 use super::stop::{Interrupted, Stop};
 use super::{Options, format, names};
-
-/// How long the clean-up may take.
-const CLEAN_UP: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Args)]
 pub struct MountArgs {
@@ -52,7 +47,7 @@ pub async fn run(options: &Options, args: MountArgs) -> Result<ExitCode> {
         stop.whole(std::future::pending::<Result<()>>()).await
     };
     let outcome = outcome.await;
-    let cleaned = scratch.clean(&connection.until(Instant::now() + CLEAN_UP)).await;
+    let cleaned = scratch.clean(&connection).await;
     // CSI NodeUnpublishVolume removes the directory.
     let restored = match directory.exists() {
         true => Ok(()),

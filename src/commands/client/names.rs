@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use anyhow::{Context, Result, bail, ensure};
-use tonic::Code;
+use tonic::{Code, Status};
 
 use super::base;
 use super::block_map::{BlockMap, Driver, Query, Window};
@@ -13,7 +13,7 @@ use common::ids;
 use grpc::proto::csi::v1 as csi;
 
 /// Entries of one page of a list.
-const PAGE: i32 = 1000;
+pub(super) const PAGE: i32 = 1000;
 
 /// The name to print for an id: its slug, or the id itself if another driver created it.
 pub fn name_of(id: &str) -> &str {
@@ -195,22 +195,31 @@ pub async fn find_snapshot(
     Ok(Some(csi::Snapshot { snapshot_id, ready_to_use: true, ..csi::Snapshot::default() }))
 }
 
+/// Reads a list page by page: `page` gets a token, and returns that of the next one, or none.
+pub(super) async fn pages(
+    mut page: impl AsyncFnMut(String) -> Result<String, Status>,
+) -> Result<(), Status> {
+    let mut token = String::new();
+    loop {
+        token = page(token).await?;
+        if token.is_empty() {
+            return Ok(());
+        }
+    }
+}
+
 /// Calls `seen` for every volume, page by page.
 pub async fn each_volume(
     connection: &Connection,
     mut seen: impl FnMut(csi::list_volumes_response::Entry),
 ) -> Result<()> {
-    let mut starting_token = String::new();
-    loop {
+    let listed = pages(async |starting_token| {
         let request = csi::ListVolumesRequest { max_entries: PAGE, starting_token };
-        let page =
-            connection.controller().list_volumes(request).await.map_err(refused)?.into_inner();
+        let page = connection.controller().list_volumes(request).await?.into_inner();
         page.entries.into_iter().for_each(&mut seen);
-        if page.next_token.is_empty() {
-            return Ok(());
-        }
-        starting_token = page.next_token;
-    }
+        Ok(page.next_token)
+    });
+    listed.await.map_err(refused)
 }
 
 /// Calls `seen` for every snapshot, page by page; of one volume unless `volume_id` is empty.
@@ -233,8 +242,7 @@ async fn offer_snapshots(
     volume_id: &str,
     mut seen: impl FnMut(csi::Snapshot),
 ) -> Result<bool> {
-    let mut starting_token = String::new();
-    loop {
+    let listed = pages(async |starting_token| {
         let request = csi::ListSnapshotsRequest {
             secrets: connection.secrets(),
             max_entries: PAGE,
@@ -242,15 +250,13 @@ async fn offer_snapshots(
             source_volume_id: volume_id.to_owned(),
             ..csi::ListSnapshotsRequest::default()
         };
-        let page = match connection.controller().list_snapshots(request).await {
-            Err(status) if status.code() == Code::Unimplemented => return Ok(false),
-            page => page.map_err(refused)?.into_inner(),
-        };
+        let page = connection.controller().list_snapshots(request).await?.into_inner();
         page.entries.into_iter().filter_map(|entry| entry.snapshot).for_each(&mut seen);
-        if page.next_token.is_empty() {
-            return Ok(true);
-        }
-        starting_token = page.next_token;
+        Ok(page.next_token)
+    });
+    match listed.await {
+        Err(status) if status.code() == Code::Unimplemented => Ok(false),
+        listed => listed.map(|()| true).map_err(refused),
     }
 }
 
@@ -286,7 +292,7 @@ fn is_id(prefix: &str, reference: &str) -> bool {
 }
 
 /// A search through a list. An exact id wins over names, wherever it is in the list.
-struct Search<T> {
+pub(super) struct Search<T> {
     kind: &'static str,
     reference: String,
     slug: String,
@@ -295,7 +301,9 @@ struct Search<T> {
 }
 
 impl<T> Search<T> {
-    fn new(kind: &'static str, reference: &str) -> Result<Self> {
+    /// # Errors
+    /// The name is empty.
+    pub fn new(kind: &'static str, reference: &str) -> Result<Self> {
         if reference.is_empty() {
             bail!("the {kind} name is empty");
         }
@@ -308,7 +316,7 @@ impl<T> Search<T> {
         })
     }
 
-    fn offer(&mut self, id: String, item: T) {
+    pub fn offer(&mut self, id: String, item: T) {
         if id == self.reference {
             self.exact = Some(item);
         } else if ids::name_of(&id) == Some(&self.slug) {
@@ -316,7 +324,9 @@ impl<T> Search<T> {
         }
     }
 
-    fn finish(mut self) -> Result<Option<T>> {
+    /// # Errors
+    /// Several have that name.
+    pub fn finish(mut self) -> Result<Option<T>> {
         if self.exact.is_some() {
             return Ok(self.exact);
         }
@@ -349,33 +359,27 @@ mod tests {
     }
 
     #[test]
-    fn a_name_finds_its_volume_and_no_other() {
+    fn a_name_or_id_finds_its_volume_and_no_other() {
+        const ODD: &str = "pvc / with spaces";
+        let odd = &*format!("vol-{}-0123456789abcdef", ids::slug(ODD));
+        let namesake = &*format!("vol-{DATA}-fedcba9876543210");
         let others = ["vol-data-2-0123456789abcdef", DATA, "vol-dat-0123456789abcdef", "data-1"];
-        assert_eq!(search("data", &others).unwrap().as_deref(), Some(DATA));
-        assert_eq!(search("dat a", &others).unwrap(), None);
-        assert_eq!(search("0123456789abcdef", &others).unwrap(), None);
-    }
-
-    #[test]
-    fn a_name_that_is_not_a_slug_is_found_by_its_hash() {
-        let name = "pvc / with spaces";
-        let id = format!("vol-{}-0123456789abcdef", ids::slug(name));
-        assert_eq!(search(name, &[DATA, &id]).unwrap(), Some(id));
-    }
-
-    #[test]
-    fn an_exact_id_wins_over_a_volume_of_that_name() {
-        let namesake = format!("vol-{DATA}-fedcba9876543210");
-        assert_eq!(search(DATA, &[&namesake, DATA]).unwrap().as_deref(), Some(DATA));
-        assert_eq!(search(DATA, &[DATA, &namesake]).unwrap().as_deref(), Some(DATA));
-        assert_eq!(search(DATA, &[&namesake]).unwrap(), Some(namesake));
-    }
-
-    #[test]
-    fn ids_of_other_drivers_are_found_exactly() {
-        assert_eq!(search("pvc-7", &["pvc-70", "pvc-7"]).unwrap().as_deref(), Some("pvc-7"));
-        assert_eq!(name_of("pvc-7"), "pvc-7");
-        assert_eq!(name_of(DATA), "data");
+        for (reference, ids, found) in [
+            ("data", &others[..], Some(DATA)),
+            ("dat a", &others, None),
+            ("0123456789abcdef", &others, None),
+            // Not a slug: found by its hash.
+            (ODD, &[DATA, odd], Some(odd)),
+            // An exact id wins over a volume of that name.
+            (DATA, &[namesake, DATA], Some(DATA)),
+            (DATA, &[DATA, namesake], Some(DATA)),
+            (DATA, &[namesake], Some(namesake)),
+            // Of another driver.
+            ("pvc-7", &["pvc-70", "pvc-7"], Some("pvc-7")),
+        ] {
+            assert_eq!(search(reference, ids).unwrap().as_deref(), found, "{reference} {ids:?}");
+        }
+        assert_eq!((name_of("pvc-7"), name_of(DATA)), ("pvc-7", "data"));
     }
 
     #[test]

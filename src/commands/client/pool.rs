@@ -56,8 +56,8 @@ const UNCHECKED: u8 = 2;
 
 pub fn run(args: PoolArgs) -> Result<ExitCode> {
     match args.command {
-        PoolCommand::Status { options } => on_runtime(status(options)),
-        PoolCommand::Grow { size, options } => on_runtime(grow(size, options)),
+        PoolCommand::Status { options } => on_runtime(status(options, None)),
+        PoolCommand::Grow { size, options } => on_runtime(status(options, Some(size))),
         PoolCommand::Check { data_dir, print } => check(&data_dir, print),
     }
 }
@@ -69,25 +69,24 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-async fn status(options: Options) -> Result<ExitCode> {
+/// Prints the status of a pool, after it has grown to `size`.
+async fn status(options: Options, size: Option<u64>) -> Result<ExitCode> {
     let pool = bounded(&options, async |connection: Connection| {
-        let response = connection.pool_admin().get_pool(admin::GetPoolRequest {}).await;
-        Ok(response.map_err(refused)?.into_inner().pool)
+        let mut client = connection.pool_admin();
+        let pool = match size {
+            Some(size_bytes) => {
+                let request = admin::GrowPoolRequest { size_bytes };
+                client.grow_pool(request).await.map(|grown| grown.into_inner().pool)
+            }
+            None => {
+                let response = client.get_pool(admin::GetPoolRequest {}).await;
+                response.map(|found| found.into_inner().pool)
+            }
+        };
+        pool.map_err(refused)
     });
-    print_status(pool.await?.unwrap_or_default(), &options)
-}
-
-async fn grow(size_bytes: u64, options: Options) -> Result<ExitCode> {
-    let pool = bounded(&options, async |connection: Connection| {
-        let request = admin::GrowPoolRequest { size_bytes };
-        let response = connection.pool_admin().grow_pool(request).await;
-        Ok(response.map_err(refused)?.into_inner().pool)
-    });
-    print_status(pool.await?.unwrap_or_default(), &options)
-}
-
-fn print_status(pool: admin::Pool, options: &Options) -> Result<ExitCode> {
-    format::print_one(options.print.output, &Status::from(pool), facts)?;
+    let status = Status::from(pool.await?.unwrap_or_default());
+    format::print_one(options.print.output, &status, facts)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -85,17 +85,14 @@ impl Drop for Shown {
 
 /// Reports how much is done, in bytes of a total.
 pub fn report(done: u64, total: u64) {
-    count(
-        done,
-        total,
-        |rate| format!("{} of {}, {rate}", quantity::format(done), quantity::format(total)),
-        done,
-    );
+    count(done, total, done, || {
+        format!("{} of {}", quantity::format(done), quantity::format(total))
+    });
 }
 
 /// Reports how many bytes of data are done, and where in a volume of `total` bytes the work is.
 pub fn report_data(data: u64, at: u64, total: u64) {
-    count(at, total, |rate| format!("{} of data, {rate}", quantity::format(data)), data);
+    count(at, total, data, || format!("{} of data", quantity::format(data)));
 }
 
 /// Reports progress in lines on stderr from now on.
@@ -128,8 +125,8 @@ fn last_report() -> MutexGuard<'static, Option<Instant>> {
     LAST_REPORT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets the position, and the text of it that `shown` makes of the rate of `bytes`.
-fn count(at: u64, total: u64, shown: impl FnOnce(String) -> String, bytes: u64) {
+/// Sets the position, and a text of it, before the rate of `bytes`.
+fn count(at: u64, total: u64, bytes: u64, text: impl FnOnce() -> String) {
     if let Some(last) = last_report().as_mut().filter(|last| last.elapsed() >= REPORTED) {
         *last = Instant::now();
         eprintln!("{REPORT}{bytes} {at} {total}");
@@ -141,7 +138,7 @@ fn count(at: u64, total: u64, shown: impl FnOnce(String) -> String, bytes: u64) 
         }
         let per_second = u128::from(bytes) * 1000 / begun.elapsed().as_millis().max(1);
         let per_second = u64::try_from(per_second).unwrap_or(u64::MAX);
-        bar.set_prefix(shown(format!("{}/s", quantity::format(per_second))));
+        bar.set_prefix(format!("{}, {}/s", text(), quantity::format(per_second)));
         bar.set_position(at);
     }
 }

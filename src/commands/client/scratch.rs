@@ -22,8 +22,8 @@ use grpc::proto::csi::v1::volume_capability::access_mode::Mode;
 /// Wait before the clean-up repeats a call.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// Time limit for removing what one killed process left.
-const REMOVAL: Duration = Duration::from_secs(60);
+/// Time limit of a clean-up.
+const CLEAN_UP: Duration = Duration::from_secs(60);
 
 /// Names of private directories and of temporary volumes, before the number of the process's run.
 const DIRECTORY_PREFIX: &str = "csi-loopback-verify-";
@@ -86,8 +86,7 @@ pub async fn remove_leftovers(connection: &Connection, parent: &Path) -> Result<
         let root = directory.root.display().to_string();
         let scratch = Scratch { directory, volumes };
         let count = scratch.volumes.len();
-        let bounded = connection.until(tokio::time::Instant::now() + REMOVAL);
-        messages.push(match scratch.clean(&bounded).await {
+        messages.push(match scratch.clean(connection).await {
             Ok(()) => format!("removed {root} and {count} volumes of a killed command"),
             Err(error) => format!("a killed command left {root}: {error:#}"),
         });
@@ -125,7 +124,8 @@ impl Scratch {
         stop: &Stop,
         snapshot: &csi::Snapshot,
     ) -> Result<PathBuf> {
-        self.restore(connection, stop, snapshot, reader(), None).await
+        let reader = capability::block(Mode::SingleNodeReaderOnly);
+        self.restore(connection, stop, snapshot, reader, None).await
     }
 
     /// Mounts the filesystem of a snapshot at `target`, read-only.
@@ -285,8 +285,7 @@ impl Scratch {
         }
     }
 
-    /// Undoes everything that [`Scratch::attach`] did or may have done. The deadline of
-    /// `connection` limits it.
+    /// Undoes everything that [`Scratch::attach`] did or may have done, within a minute.
     ///
     /// # Errors
     /// What remains, and why.
@@ -300,6 +299,7 @@ impl Scratch {
     }
 
     async fn undo(self, connection: &Connection, delete: bool) -> Result<()> {
+        let connection = &connection.until(tokio::time::Instant::now() + CLEAN_UP);
         let Self { directory: PrivateDir { root, .. }, volumes } = &self;
         let mut remaining = Vec::new();
         for temporary in volumes.iter().rev() {
@@ -419,36 +419,6 @@ const fn is_final(code: Code) -> bool {
     )
 }
 
-/// A raw block device that is only read.
-fn reader() -> csi::VolumeCapability {
-    capability::block(Mode::SingleNodeReaderOnly)
-}
-
 fn text(path: &Path) -> Result<String> {
     path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::fake_driver::Fake;
-    use super::*;
-
-    #[tokio::test]
-    async fn volumes_of_a_killed_process_are_removed() {
-        let fake = Fake::new([("a", vec![1; 4096])], &[]);
-        let server = fake.serve();
-        let soon = tokio::time::Instant::now() + Duration::from_secs(60);
-        let connection = Connection::open(&server.endpoint, soon).await.unwrap();
-        let snapshot = names::existing_snapshot(&connection, "a").await.unwrap();
-        let parent = tempfile::tempdir().unwrap();
-        let mut killed = Scratch::new(parent.path()).unwrap();
-        let stop = Stop::unsignalled(Duration::from_secs(60));
-        killed.attach(&connection, &stop, &snapshot).await.unwrap();
-        let root = killed.directory.root.display().to_string();
-        drop(killed);
-        let messages = remove_leftovers(&connection, parent.path()).await.unwrap();
-        let removed = format!("removed {root} and 1 volumes of a killed command");
-        assert!(messages.contains(&removed), "{messages:?}");
-        fake.assert_nothing_left();
-    }
 }

@@ -113,6 +113,8 @@ mod tests {
 
     #[test]
     fn a_volume_is_shown_with_its_paths() {
+        let path =
+            admin::Publication { target_path: "/t".to_owned(), read_only: true, deferred: false };
         let volume = admin::Volume {
             volume_id: "vol-v-0123456789abcdef".to_owned(),
             name: "v".to_owned(),
@@ -123,11 +125,7 @@ mod tests {
             source_snapshot_id: "snap-a-0123456789abcdef".to_owned(),
             staging_path: "/s".to_owned(),
             device: "/dev/loop1".to_owned(),
-            publications: vec![admin::Publication {
-                target_path: "/t".to_owned(),
-                read_only: true,
-                deferred: false,
-            }],
+            publications: vec![path],
             used_bytes: Some(4096),
             message: "the volume is healthy".to_owned(),
             ..admin::Volume::default()

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use tonic::Code;
 
-use super::block_map::{Query, Window};
+use super::block_map::{Consumer, Query, Window};
 use super::cluster::{self, ClusterArgs};
 use super::connection::{Connection, refused};
 use super::group::{self, GroupCommand};
@@ -18,7 +18,7 @@ use super::mount::{self, MountArgs};
 use super::names::Subject;
 use super::print_map::Printer;
 use super::verify::{self, VerifyArgs};
-use super::volume::changed;
+use super::volume::{Created, changed};
 use super::{Options, Output, base, bounded, format, names};
 use common::quantity;
 use grpc::proto::admin::v1 as admin;
@@ -245,7 +245,7 @@ async fn list_blocks(
     output: Output,
 ) -> Result<()> {
     let printer = Printer::new(output, &names::query(base, target), None, args.limit_rows);
-    printer.print(names::listing(connection, base, target, args.window()).await?).await
+    printer.consume(names::listing(connection, base, target, args.window()).await?).await
 }
 
 async fn create(connection: &Connection, name: String, volume: &str, output: Output) -> Result<()> {
@@ -265,13 +265,6 @@ async fn create(connection: &Connection, name: String, volume: &str, output: Out
         let state = if *changed { "created" } else { "exists already" };
         format!("snapshot {} {state}, {}", row.id, format::bytes(row.size_bytes))
     })
-}
-
-#[derive(Debug, Serialize)]
-struct Created {
-    #[serde(flatten)]
-    row: Row,
-    changed: bool,
 }
 
 async fn list(connection: &Connection, volume: Option<String>, output: Output) -> Result<()> {

@@ -92,10 +92,8 @@ mod tests {
             Stats::new("v".to_owned(), response)
         };
         let raw = of(vec![usage(8192, 0, 0)]);
-        assert_eq!(
-            (raw.total_bytes, raw.used_bytes, raw.available_bytes),
-            (Some(8192), None, None)
-        );
+        let counted = (raw.total_bytes, raw.used_bytes, raw.available_bytes);
+        assert_eq!(counted, (Some(8192), None, None));
         assert!(facts(&raw).contains("used       unknown: raw block volume"), "{}", facts(&raw));
         let filesystem = of(vec![usage(8192, 0, 8192), usage(10, 1, 9)]);
         assert_eq!((filesystem.raw_block, filesystem.used_bytes), (false, Some(0)));

@@ -9,6 +9,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
 use super::{Options, timed_out};
+use telemetry::task;
 
 /// A signal has stopped the work.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +38,7 @@ pub fn forward_signals(sender: &watch::Sender<bool>) -> Result<()> {
     for kind in [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()] {
         let mut signals = signal(kind).context("handle signals")?;
         let sender = sender.clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             while signals.recv().await.is_some() {
                 sender.send_replace(true);
             }
@@ -47,6 +48,11 @@ pub fn forward_signals(sender: &watch::Sender<bool>) -> Result<()> {
 }
 
 impl Stop {
+    /// `signalled` becomes true after a signal.
+    pub fn new(signalled: watch::Receiver<bool>, deadline: Instant, timeout: Duration) -> Self {
+        Self { signalled, deadline, timeout }
+    }
+
     /// Handles SIGINT, SIGTERM and SIGHUP from now on: they no longer end the process.
     pub fn listen(options: &Options) -> Result<Self> {
         Self::listen_until(options.deadline(), options.timeout)
@@ -55,13 +61,13 @@ impl Stop {
     /// Leaves signals to their default, which ends the process.
     pub fn without_signals(options: &Options) -> Self {
         let (_, signalled) = watch::channel(false);
-        Self { signalled, deadline: options.deadline(), timeout: options.timeout }
+        Self::new(signalled, options.deadline(), options.timeout)
     }
 
     fn listen_until(deadline: Instant, timeout: Duration) -> Result<Self> {
         let (sender, signalled) = watch::channel(false);
         forward_signals(&sender)?;
-        Ok(Self { signalled, deadline, timeout })
+        Ok(Self::new(signalled, deadline, timeout))
     }
 
     pub fn deadline(&self) -> Instant {
@@ -127,7 +133,7 @@ impl Stop {
     /// The caller sends the signal.
     pub fn by_hand(timeout: Duration) -> (watch::Sender<bool>, Self) {
         let (sender, signalled) = watch::channel(false);
-        (sender, Self { signalled, deadline: Instant::now() + timeout, timeout })
+        (sender, Self::new(signalled, Instant::now() + timeout, timeout))
     }
 
     /// Without signals.

@@ -236,11 +236,12 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
     })
 }
 
+/// The result of a creation.
 #[derive(Debug, Serialize)]
-struct Created {
+pub struct Created<R> {
     #[serde(flatten)]
-    row: Row,
-    changed: bool,
+    pub row: R,
+    pub changed: bool,
 }
 
 async fn source(

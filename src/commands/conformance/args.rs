@@ -430,43 +430,21 @@ pub fn document<T: Default + for<'de> Deserialize<'de>>(
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: ConformanceArgs,
-    }
 
     #[test]
     fn flags_of_csi_sanity_are_accepted_with_its_prefix() {
-        let names = [
-            "endpoint=unix:///a",
-            "controllerendpoint=tcp://h:1",
-            "mountdir=/m",
-            "stagingdir=/s",
-            "createmountpathcmd=c",
-            "createstagingpathcmd=c",
-            "createpathcmdtimeout=10s",
-            "removemountpathcmd=c",
-            "removestagingpathcmd=c",
-            "removepathcmdtimeout=10s",
-            "checkpathcmd=c",
-            "checkpathcmdtimeout=10s",
-            "secrets=f",
-            "testvolumesize=67108864",
-            "testvolumeexpandsize=77108864",
-            "testvolumeaccesstype=block",
-            "testvolumeparameters=f",
-            "testvolumemutableparameters=f",
-            "testsnapshotparameters=f",
-        ];
+        let names = "endpoint=unix:///a controllerendpoint=tcp://h:1 mountdir=/m stagingdir=/s \
+             createmountpathcmd=c createstagingpathcmd=c createpathcmdtimeout=10s \
+             removemountpathcmd=c removestagingpathcmd=c removepathcmdtimeout=10s \
+             checkpathcmd=c checkpathcmdtimeout=10s secrets=f testvolumesize=67108864 \
+             testvolumeexpandsize=77108864 testvolumeaccesstype=block testvolumeparameters=f \
+             testvolumemutableparameters=f testsnapshotparameters=f";
         for prefix in ["", "csi."] {
-            let flags = names.iter().map(|name| format!("--{prefix}{name}"));
-            let line = Line::try_parse_from(["x".to_owned()].into_iter().chain(flags)).unwrap();
-            assert_eq!(line.args.volumes.sizes().unwrap(), (67_108_864, 77_108_864));
+            let flags: Vec<_> = names.split(' ').map(|name| format!("--{prefix}{name}")).collect();
+            let flags: Vec<_> = flags.iter().map(String::as_str).collect();
+            let args = ConformanceArgs::of(&flags).unwrap();
+            assert_eq!(args.volumes.sizes().unwrap(), (67_108_864, 77_108_864));
         }
     }
 
@@ -483,13 +461,11 @@ mod tests {
              --base-from annotation:x/y --service-account z --address 127.0.0.1:7 --kubeconfig k \
              --context c --testvolumesize 67108864",
         ] {
-            let line: Vec<&str> = ["x"].into_iter().chain(flags.split_whitespace()).collect();
-            let args = Line::try_parse_from(&line).unwrap().args;
-            let again = format!("csi-loopback conformance {} --seed 9", line[1..].join(" "));
-            assert_eq!(args.again(9), again);
+            let args = ConformanceArgs::of(&flags.split(' ').collect::<Vec<_>>()).unwrap();
+            assert_eq!(args.again(9), format!("csi-loopback conformance {flags} --seed 9"));
         }
-        let line = ["x", "--endpoint", "unix:///a", "--mountdir", "/a b'c"];
-        let again = Line::try_parse_from(line).unwrap().args.again(9);
+        let flags = ["--endpoint", "unix:///a", "--mountdir", "/a b'c"];
+        let again = ConformanceArgs::of(&flags).unwrap().again(9);
         assert!(again.contains("--mountdir '/a b'\\''c'"), "{again}");
     }
 
@@ -511,13 +487,13 @@ mod tests {
 
     #[test]
     fn sizes_that_hold_not_all_situations_are_refused() {
-        for (line, flag) in [
-            ("x --list --testvolumesize 1Mi", "--testvolumesize"),
-            ("x --list --testvolumesize 67108865", "--testvolumesize"),
-            ("x --list --testvolumeexpandsize 64Mi", "--testvolumeexpandsize"),
+        for [flag, size] in [
+            ["--testvolumesize", "1Mi"],
+            ["--testvolumesize", "67108865"],
+            ["--testvolumeexpandsize", "64Mi"],
         ] {
-            let line = Line::try_parse_from(line.split(' ')).unwrap();
-            assert!(line.args.volumes.sizes().unwrap_err().to_string().starts_with(flag));
+            let args = ConformanceArgs::of(&["--list", flag, size]).unwrap();
+            assert!(args.volumes.sizes().unwrap_err().to_string().starts_with(flag));
         }
     }
 }

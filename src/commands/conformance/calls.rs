@@ -1,11 +1,12 @@
 //! The runtime of a door, and when its calls end: at a time limit, a signal, or the end of the run.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tonic::{Response, Status};
 
 use crate::client::stop;
@@ -21,9 +22,8 @@ pub struct Calls {
 /// When the run ends early.
 #[derive(Debug)]
 pub struct Stop {
-    /// By the user.
-    pub signalled: watch::Receiver<bool>,
-    pub deadline: Instant,
+    /// By the user, or by the time limit.
+    early: stop::Stop,
     /// The clean-up runs: it does not stop.
     pub is_cleaning: AtomicBool,
 }
@@ -43,8 +43,8 @@ impl Calls {
             .enable_all()
             .build()
             .context("start the runtime")?;
-        let deadline = Instant::now() + whole;
-        let stop = Stop { signalled, deadline, is_cleaning: AtomicBool::new(false) };
+        let early = stop::Stop::new(signalled, Instant::now() + whole, whole);
+        let stop = Stop { early, is_cleaning: AtomicBool::new(false) };
         Ok(Self { runtime, timeout, stop })
     }
 
@@ -79,25 +79,14 @@ impl Calls {
 
 impl Stop {
     pub fn is_now(&self) -> bool {
-        let ended = *self.signalled.borrow() || Instant::now() >= self.deadline;
-        ended && !self.is_cleaning.load(Ordering::Relaxed)
+        self.early.check().is_err() && !self.is_cleaning.load(Ordering::Relaxed)
     }
 
     /// Returns when the run ends early.
     pub async fn wait(&self) {
-        let mut signalled = self.signalled.clone();
-        let signal = async {
-            if signalled.wait_for(|signalled| *signalled).await.is_err() {
-                // The sender is gone, so no signal will come.
-                std::future::pending::<()>().await;
-            }
-        };
         if self.is_cleaning.load(Ordering::Relaxed) {
             std::future::pending::<()>().await;
         }
-        tokio::select! {
-            () = signal => {}
-            () = tokio::time::sleep_until(self.deadline.into()) => {}
-        }
+        let _early = self.early.whole(std::future::pending::<Result<()>>()).await;
     }
 }

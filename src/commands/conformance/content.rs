@@ -144,20 +144,10 @@ impl Ranges {
         rest
     }
 
-    /// The part from an offset on.
-    pub fn from(&self, offset: u64) -> Self {
-        let clipped = self.0.iter().map(|range| range.start.max(offset)..range.end);
-        let mut rest = Self::default();
-        clipped.filter(|range| !range.is_empty()).for_each(|range| rest.add(range));
-        rest
-    }
-
-    /// The part before an offset.
-    pub fn until(&self, offset: u64) -> Self {
-        let clipped = self.0.iter().map(|range| range.start..range.end.min(offset));
-        let mut rest = Self::default();
-        clipped.filter(|range| range.start < range.end).for_each(|range| rest.add(range));
-        rest
+    /// The part within a range.
+    pub fn within(&self, whole: Range<u64>) -> Self {
+        let clip = |range: &Range<u64>| range.start.max(whole.start)..range.end.min(whole.end);
+        Self(self.0.iter().map(clip).filter(|range| !range.is_empty()).collect())
     }
 }
 
@@ -247,8 +237,7 @@ mod tests {
         assert_eq!(ranges.without(&others).0, [0..2, 4..5, 25..28, 45..50]);
         assert_eq!(ranges.without(&Ranges::default()), ranges);
         assert!(ranges.without(&Ranges(vec![0..100])).is_empty());
-        assert_eq!(ranges.from(25).0, [25..30, 40..50]);
-        assert_eq!(ranges.until(25).0, [0..10, 20..25]);
+        assert_eq!(ranges.within(25..45).0, [25..30, 40..45]);
         assert_eq!(Ranges::of(vec![20..30, 0..10, 5..20]).0, [0..30]);
     }
 }

@@ -73,33 +73,3 @@ pub fn compare(file: &File, patterns: Patterns, image: &Image) -> io::Result<Ran
     }
     Ok(different)
 }
-
-#[cfg(test)]
-// One range of bytes, not its numbers.
-#[expect(clippy::single_range_in_vec_init)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_written_is_read_back() {
-        let file = tempfile::tempfile().unwrap();
-        let patterns = Patterns { seed: 1 };
-        let size = (3 << 20) + SECTOR;
-        file.set_len(size).unwrap();
-        let mut image = Image::new(size);
-        let edit = |offset, length, change| Edit { offset, length, change };
-        let edits = [
-            edit(0, size, Change::Write(3)),
-            edit(4096, 8192, Change::Discard),
-            edit(1 << 20, 4096, Change::ZeroOut),
-        ];
-        assert_eq!(change(&file, patterns, &edits).unwrap(), size);
-        image.set(0..size, 3);
-        assert_eq!(compare(&file, patterns, &image).unwrap().bytes(), 3 * 4096);
-        image.set(4096..12288, 0);
-        image.set(1 << 20..(1 << 20) + 4096, 0);
-        assert!(compare(&file, patterns, &image).unwrap().is_empty());
-        file.write_all_at(&[9], size - 1).unwrap();
-        assert_eq!(compare(&file, patterns, &image).unwrap().0, [size - SECTOR..size]);
-    }
-}

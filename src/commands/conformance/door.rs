@@ -7,7 +7,7 @@ use std::time::Duration;
 use tonic::{Code, Status};
 
 use super::content::Image;
-pub use crate::client::block_map::Window;
+pub use crate::client::block_map::{Query, Window};
 use grpc::code_name;
 
 /// A volume of the test.
@@ -54,22 +54,6 @@ pub struct Edit {
     pub offset: u64,
     pub length: u64,
     pub change: Change,
-}
-
-/// What a metadata call returns.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Query {
-    Allocated { snapshot: String },
-    Delta { base: String, target: String },
-}
-
-impl Query {
-    pub const fn method(&self) -> &'static str {
-        match self {
-            Self::Allocated { .. } => "GetMetadataAllocated",
-            Self::Delta { .. } => "GetMetadataDelta",
-        }
-    }
 }
 
 /// A tuple of block metadata, as it is on the wire.

@@ -174,6 +174,8 @@ pub fn edits(image: &Image) -> Vec<Edit> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     #[test]
@@ -209,24 +211,26 @@ mod tests {
     fn a_device_is_changed_and_compared_by_command() {
         let directory = tempfile::tempdir().unwrap();
         let (device, result) = (directory.path().join("device"), directory.path().join("result"));
-        File::create(&device).unwrap().set_len(1 << 20).unwrap();
+        let size = (3 << 20) + SECTOR;
+        let file = File::create(&device).unwrap();
+        file.set_len(size).unwrap();
         let run = |work, edits: &[&str]| -> Found {
             let edits = edits.iter().map(|edit| edit.parse().unwrap()).collect();
             let (device, result) = (device.clone(), result.clone());
-            run(&DeviceArgs {
-                work,
-                device,
-                result: result.clone(),
-                seed: 7,
-                size: 1 << 20,
-                edits,
-            })
-            .unwrap();
+            let args = DeviceArgs { work, device, result: result.clone(), seed: 7, size, edits };
+            run(&args).unwrap();
             serde_json::from_str(&fs::read_to_string(result).unwrap()).unwrap()
         };
-        assert_eq!(run(Work::Change, &["5:4096:8192", "discard:8192:512"]).size, 1 << 20);
-        assert!(run(Work::Compare, &["5:4096:4096", "5:8704:3584"]).different.is_empty());
-        assert_eq!(run(Work::Compare, &["5:4096:8192"]).different, [(8192, 512)]);
+        let whole = format!("5:0:{size}");
+        let whole = whole.as_str();
+        let change = [whole, "discard:4096:8192", "zero:1048576:4096"];
+        assert_eq!(run(Work::Change, &change).size, size);
+        let different = [(4096, 8192), (1 << 20, 4096)];
+        assert_eq!(run(Work::Compare, &[whole]).different, different);
+        let expected = [whole, "0:4096:8192", "0:1048576:4096"];
+        assert!(run(Work::Compare, &expected).different.is_empty());
+        file.write_all_at(&[9], size - 1).unwrap();
+        assert_eq!(run(Work::Compare, &expected).different, [(size - SECTOR, SECTOR)]);
         fs::remove_file(&device).unwrap();
         assert!(run(Work::Change, &[]).error.unwrap().contains("device"));
     }

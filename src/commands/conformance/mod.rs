@@ -43,6 +43,7 @@ use socket::SocketDoor;
 use world::{Settings, World};
 
 use crate::client;
+use telemetry::on_demand::OnDemand;
 
 /// The conformance command, flattened into the binary's command line.
 #[derive(Debug, Subcommand)]
@@ -51,14 +52,14 @@ pub enum Command {
     #[command(after_help = "Example:
   csi-loopback conformance --endpoint unix:///run/driver/csi.sock --report junit >report.xml
   csi-loopback conformance --kubernetes --storage-class fast --snapshot-class fast")]
-    Conformance(Box<ConformanceArgs>),
+    Conformance(OnDemand<ConformanceArgs>),
     /// Change or read the block device of a pod, for conformance --kubernetes
     #[command(
         hide = true,
         after_help = "Example:
   csi-loopback conformance-device change --device /dev/data --result /dev/termination-log --seed 7 1:0:4096"
     )]
-    ConformanceDevice(DeviceArgs),
+    ConformanceDevice(OnDemand<DeviceArgs>),
 }
 
 /// A violation of a MUST, or a backup that would be wrong.
@@ -73,8 +74,8 @@ const INTERRUPTED: u8 = 130;
 /// The report cannot be printed.
 pub fn run(command: Command) -> Result<ExitCode> {
     let args = match command {
-        Command::Conformance(args) => args,
-        Command::ConformanceDevice(args) => return in_pod::run(&args),
+        Command::Conformance(args) => args.0,
+        Command::ConformanceDevice(args) => return in_pod::run(&args.0),
     };
     match judge(&args) {
         Ok(code) => Ok(code),

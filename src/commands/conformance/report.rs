@@ -107,7 +107,7 @@ fn failure(judged: &Judged<'_>, finding: &Finding, again: &str) -> String {
 fn drawn(map: &Map) -> String {
     let each = map.size.div_ceil(CELLS).max(1);
     let has = |ranges: &super::content::Ranges, start: u64| {
-        !ranges.from(start).until(start + each).is_empty()
+        !ranges.within(start..start + each).is_empty()
     };
     (0..map.size.div_ceil(each))
         .map(|cell| match (has(&map.missing, cell * each), has(&map.needed, cell * each)) {

@@ -282,17 +282,17 @@ fn restored(world: &World<'_>, branch: &mut Branch) -> Result<(), String> {
     volume.shoot("restored-2", branch)?;
     // A clone must have the capacity that was requested, of which a device can have less.
     let kept = Volume { size: size.max(volume.volume.size), ..volume.volume.clone() };
-    world.keep_volume("restored", kept, volume.image.clone());
+    let _ = world.restored.set((kept, volume.image));
     Ok(())
 }
 
 /// A volume with the content of a volume.
 fn cloned(world: &World<'_>, branch: &mut Branch) -> Result<(), String> {
     world.branch(Group::Restored).map_err(|outcome| outcome.reason())?;
-    let Some((parent, image)) = world.kept_volume("restored") else {
+    let Some((parent, image)) = world.restored.get() else {
         return Err("there is no volume to clone".to_owned());
     };
-    let source = (Source::Volume(&parent), image);
+    let source = (Source::Volume(parent), image.clone());
     let mut volume = Written::make(world, "cloned", parent.size, Some(source))?;
     volume.pattern = 150;
     volume.shoot("cloned-1", branch)?;

@@ -2,14 +2,14 @@
 //! the same snapshots, and each metadata call is made once. A branch of situations is prepared when
 //! the first rule uses it, so that a selected rule runs quickly.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use tonic::Code;
 
 use super::content::{Image, Ranges};
-use super::door::{Done, Door, End, Failure, Query, Refusal, Snapshot, Stream, Volume, Window};
+use super::door::{Done, Door, End, Query, Refusal, Snapshot, Stream, Volume, Window};
 use super::rules::Outcome;
 use super::situations;
 
@@ -85,8 +85,8 @@ pub struct World<'d> {
     pub door: &'d dyn Door,
     pub settings: Settings,
     branches: [OnceLock<Branch>; 5],
-    /// Volumes that further volumes are made of.
-    volumes: Mutex<BTreeMap<&'static str, (Volume, Image)>>,
+    /// The restored volume, of which another one is cloned.
+    pub restored: OnceLock<(Volume, Image)>,
     streams: Mutex<HashMap<(Query, Window), Arc<Stream>>>,
     /// What a restored snapshot holds that was not written, by id.
     surprises: Mutex<HashMap<String, Arc<Ranges>>>,
@@ -99,7 +99,7 @@ impl<'d> World<'d> {
             door,
             settings,
             branches: Default::default(),
-            volumes: Mutex::default(),
+            restored: OnceLock::new(),
             streams: Mutex::default(),
             surprises: Mutex::default(),
             is_stopped: Mutex::new(false),
@@ -185,7 +185,9 @@ impl<'d> World<'d> {
         for _ in 1..ATTEMPTS {
             let stream = self.door.stream(query, window, self.settings.patience);
             let End::Failed(failure) = &stream.end else { return stream };
-            if !is_passing(failure) {
+            // Of other codes, a repeated call fails again.
+            let passing = [Code::Aborted, Code::Unavailable, Code::ResourceExhausted];
+            if !passing.contains(&failure.code) {
                 return stream;
             }
             std::thread::sleep(wait);
@@ -241,15 +243,6 @@ impl<'d> World<'d> {
             format!("{what}: {refusal}")
         })
     }
-
-    /// Keeps a volume for other groups.
-    pub fn keep_volume(&self, key: &'static str, volume: Volume, image: Image) {
-        lock(&self.volumes).insert(key, (volume, image));
-    }
-
-    pub fn kept_volume(&self, key: &str) -> Option<(Volume, Image)> {
-        lock(&self.volumes).get(key).cloned()
-    }
 }
 
 /// Whether the response is complete.
@@ -268,11 +261,6 @@ pub fn complete(query: &Query, stream: &Stream) -> Result<(), Outcome> {
             Err(Outcome::Skip(format!("{} did not end within {seconds} s", query.method())))
         }
     }
-}
-
-/// Whether a repeated call may succeed.
-fn is_passing(failure: &Failure) -> bool {
-    matches!(failure.code, Code::Aborted | Code::Unavailable | Code::ResourceExhausted)
 }
 
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

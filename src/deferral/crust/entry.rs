@@ -427,25 +427,4 @@ mod tests {
         // printf /a | sha256sum
         assert_eq!(name, "6a50dc8584134c7de537c0052ff6d236bf874355e050c90523e0c5ff2a543a28");
     }
-
-    #[test]
-    fn an_entry_can_be_staged_read_and_unstaged_repeatedly() {
-        let scratch = tempfile::tempdir().unwrap();
-        let directory = Directory::new(scratch.path().join("crust"));
-        let target = Target::new("path", "/some/target").unwrap();
-        let entry = directory.entry(&target);
-        assert_eq!(entry.mount_info().unwrap(), None);
-        entry.unstage().unwrap();
-        let info = MountInfo::new("/dev/loop1".into(), "ext4".into(), vec!["noatime".into()]);
-        entry.stage(&target, &info).unwrap();
-        entry.stage(&target, &info).unwrap();
-        assert_eq!(entry.mount_info().unwrap(), Some(info));
-        assert_eq!(entry.target().unwrap(), Some(target));
-        assert_eq!(directory.entries().unwrap(), std::slice::from_ref(&entry));
-        assert_eq!(entry.runtime_cli().unwrap(), None);
-        entry.write_runtime_cli(Path::new("/bin/x")).unwrap();
-        assert_eq!(entry.runtime_cli().unwrap(), Some("/bin/x".into()));
-        entry.unstage().unwrap();
-        assert!(directory.entries().unwrap().is_empty());
-    }
 }

@@ -146,14 +146,4 @@ mod tests {
         symlink("loop", at("loop")).unwrap();
         assert!(program(&at("loop")).is_err());
     }
-
-    #[test]
-    fn a_directory_writable_by_others_is_not_trusted() {
-        let scratch = tempfile::tempdir().unwrap();
-        directory(scratch.path()).unwrap();
-        for mode in [0o770, 0o1777] {
-            fs::set_permissions(scratch.path(), fs::Permissions::from_mode(mode)).unwrap();
-            assert!(directory(scratch.path()).is_err(), "{mode:o}");
-        }
-    }
 }

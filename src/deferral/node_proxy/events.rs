@@ -14,6 +14,7 @@ use tokio::sync::Semaphore;
 use super::store::PodRef;
 use common::text::truncate;
 use kubernetes::cache::in_time;
+use telemetry::task;
 
 /// Interval at which an identical event of a pod is repeated. kubelet retries a failed call every
 /// few seconds.
@@ -53,7 +54,7 @@ impl Events {
         }
         let event = event(pod, &self.node, message);
         let events: Api<Event> = Api::namespaced(self.client.clone(), &pod.namespace);
-        tokio::spawn(async move {
+        task::spawn(async move {
             let _permit = permit;
             if let Err(error) = in_time(events.create(&PostParams::default(), &event)).await {
                 tracing::warn!(%error, "failed to record event");

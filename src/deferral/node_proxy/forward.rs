@@ -23,6 +23,7 @@ use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
 use grpc::proto::csi::v1 as csi;
 use grpc::{SocketPath, code_name, parse_timeout};
+use telemetry::task;
 
 /// Timeout of the proxy's own calls, and of connecting.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -58,7 +59,7 @@ impl Driver {
         let handshake = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(io::Error::other)?;
         // The connection ends with the call, which reports its errors.
-        tokio::spawn(connection);
+        task::spawn(connection);
         *request.uri_mut() = absolute_uri(request.uri());
         let response = sender.send_request(request).await.map_err(io::Error::other)?;
         Ok(response.map(Body::new))

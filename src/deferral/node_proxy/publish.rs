@@ -4,7 +4,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::deferral_request::{self, DeferralRequest, Group, VolumeKind};
@@ -19,6 +18,7 @@ use grpc::proto::csi::v1 as csi;
 use kubernetes::defer_annotation::{self, ANNOTATION};
 use kubernetes::pod::Pod;
 use storage::filesystem;
+use telemetry::task;
 
 /// Timeout of reading the mount table.
 const MOUNT_TABLE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -122,7 +122,7 @@ impl Proxy {
             ))
         };
         let path = PathBuf::from(target);
-        let lookup = spawn_blocking(move || filesystem::mount_at(&path));
+        let lookup = task::blocking(move || filesystem::mount_at(&path));
         let found = timeout(MOUNT_TABLE_TIMEOUT, lookup).await;
         let found = found.map_err(|late| unknown(late.to_string()))?;
         let found = found.map_err(|ended| unknown(ended.to_string()))?;

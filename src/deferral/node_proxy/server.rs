@@ -28,6 +28,7 @@ use telemetry::http::{HealthCheck, Pages};
 use telemetry::metrics::Metrics;
 use telemetry::periodic;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Minimum interval between two checks of the watched pods.
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
@@ -79,7 +80,7 @@ async fn start(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         node = node_name,
         "forwarding CSI calls"
     );
-    tokio::spawn(periodic::run(collect_every, move || store.collect(), shutdown.clone()));
+    task::spawn(periodic::run(collect_every, move || store.collect(), shutdown.clone()));
     check_opt_ins(&proxy, &shutdown);
     let calls = proxy.calls.clone();
     let handle = move |request: Request<Body>| proxy.clone().handle(request);
@@ -103,7 +104,7 @@ fn pages(pods: &Pods, metrics: Metrics) -> Pages {
 fn check_opt_ins(proxy: &Proxy, shutdown: &Shutdown) {
     let Proxy { pods, host_mounts, events, reports, .. } = proxy.clone();
     let mut known = BTreeSet::new();
-    tokio::spawn(run_at_changes(pods.changes(), shutdown.clone(), async move || {
+    task::spawn(run_at_changes(pods.changes(), shutdown.clone(), async move || {
         if let Some(uids) = pods.opted_in() {
             for pod_uid in uids.difference(&known) {
                 tracing::debug!(pod_uid, "a pod has opted in");

@@ -6,11 +6,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::refusal::{Refusal, Result};
 use crate::crust::{self, Directory, DirectoryLock, Problem};
+use telemetry::task;
 
 /// Timeout of a write, including the wait for other writers.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -72,7 +72,7 @@ impl StateDir {
         let worked = async {
             // The semaphore is never closed.
             let permit = self.writer.clone().acquire_owned().await.map_err(|_| late())?;
-            let work = spawn_blocking(move || {
+            let work = task::blocking(move || {
                 let _permit = permit;
                 work()
             });

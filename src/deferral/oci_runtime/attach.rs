@@ -12,7 +12,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::mount::{MntFlags, umount2};
 use serde::{Deserialize, Serialize};
 
@@ -149,17 +149,25 @@ fn attach(table: &mut File, volume: &File, placeholder: &Path, aside: &Path) -> 
     if within.is_empty() {
         unmount(&found.target).context("unmounting the placeholder")?;
         let point = open_mount(&found.target, found.parent)?;
-        return sys::attach(volume, &point).context("attaching the volume");
+        return attach_volume(volume, &point);
     }
     // The mounts within it are moved and not copied: crun makes them read-only after this hook.
     sys::attach(&held, &open_path(aside)?).context("moving the placeholder")?;
     let point = open_mount(&found.target, found.parent)?;
-    sys::attach(volume, &point).context("attaching the volume")?;
+    attach_volume(volume, &point)?;
     for (path, mount) in within {
         attach_within(volume, path, &mount)
             .with_context(|| format!("the mount at {} of the volume", path.display()))?;
     }
     unmount(aside).context("unmounting the placeholder")
+}
+
+fn attach_volume(volume: &File, point: &File) -> Result<()> {
+    sys::attach(volume, point).map_err(|e| match e.raw_os_error() {
+        // The kernel mounts no removed directory.
+        Some(libc::ENOENT) => anyhow!("its sub-path of the volume was removed meanwhile"),
+        _ => anyhow::Error::new(e).context("attaching the volume"),
+    })
 }
 
 fn attach_within(volume: &File, path: &Path, mount: &File) -> Result<()> {

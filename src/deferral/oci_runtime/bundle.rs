@@ -365,22 +365,6 @@ mod tests {
     }
 
     #[test]
-    fn shared_mounts_are_refused() {
-        let shared = json!([{"type": "bind", "source": "/a", "destination": "/x", "options": ["rbind", "rshared"]}]);
-        assert!(spec(shared).check().unwrap_err().to_string().contains("/x"));
-        assert!(spec(json!([])).check().is_ok());
-        for linux in [
-            json!({}),
-            json!({"namespaces": []}),
-            json!({"namespaces": [{"type": "mount", "path": "/proc/1/ns/mnt"}]}),
-            json!({"namespaces": [{"type": "mount"}, {"type": "user"}]}),
-            json!({"namespaces": [{"type": "mount"}], "rootfsPropagation": "rshared"}),
-        ] {
-            assert!(Spec(json!({"linux": linux})).check().is_err(), "{linux}");
-        }
-    }
-
-    #[test]
     fn annotations_identify_the_pod_of_a_container() {
         let of = |annotations: Value| Spec(json!({"annotations": annotations})).sandbox("own");
         assert_eq!(of(json!({"io.kubernetes.cri.sandbox-id": "pod"})), "pod");

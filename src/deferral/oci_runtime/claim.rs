@@ -331,29 +331,21 @@ pub fn container(root: Option<&std::ffi::OsStr>, id: &std::ffi::OsStr) -> Result
 mod tests {
     use super::*;
     use crate::crust::{Directory, Target};
-    use std::process::{Child, Command};
+    use std::process::Command;
 
     fn entry(at: &Path) -> Entry {
         let target = Target::new("target", "/t/mount").unwrap();
         let entry = Directory::new(at).entry(&target);
-        entry.stage(&target, &info(&[])).unwrap();
+        entry.stage(&target, &info()).unwrap();
         entry
     }
 
-    fn info(options: &[&str]) -> MountInfo {
-        let options = options.iter().map(|option| (*option).to_owned()).collect();
-        MountInfo::new("/dev/loop1".into(), "ext4".into(), options)
+    fn info() -> MountInfo {
+        MountInfo::new("/dev/loop1".into(), "ext4".into(), Vec::new())
     }
 
     fn named(id: &str) -> Container {
         Container { root: None, id: id.to_owned() }
-    }
-
-    /// A container with a living process.
-    fn living(id: &str, sandbox: &str) -> (Claim, Child) {
-        let child = Command::new("sleep").arg("60").spawn().unwrap();
-        let claim = Claim::creating(&named(id), sandbox, &info(&[]), None).unwrap();
-        (claim.created(child.id()).unwrap(), child)
     }
 
     /// Claims the volume. Returns whether this is the first container.
@@ -376,54 +368,12 @@ mod tests {
     }
 
     #[test]
-    fn the_last_container_removes_runtime_cli() {
-        let scratch = tempfile::tempdir().unwrap();
-        let entry = entry(scratch.path());
-        let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
-        let (one, mut first) = living("one", "pod");
-        let (two, mut second) = living("two", "pod");
-        assert!(claimed(&claims, &one).unwrap());
-        assert!(!claimed(&claims, &two).unwrap());
-        assert_eq!(processes(&entry, Path::new(NONE)).unwrap().len(), 2);
-        claims.remove(&named("one")).unwrap();
-        assert_eq!(entry.runtime_cli().unwrap(), Some("/cli".into()));
-        claims.remove(&named("two")).unwrap();
-        assert_eq!(entry.runtime_cli().unwrap(), None);
-        for child in [&mut first, &mut second] {
-            child.kill().unwrap();
-            child.wait().unwrap();
-        }
-    }
-
-    #[test]
-    fn claims_of_dead_containers_are_ignored() {
-        let scratch = tempfile::tempdir().unwrap();
-        let entry = entry(scratch.path());
-        let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
-        let (dead, mut child) = living("dead", "another pod");
-        let (own, mut second) = living("own", "pod");
-        claimed(&claims, &dead).unwrap();
-        let refused = claimed(&claims, &own).unwrap_err().to_string();
-        assert!(refused.contains("another pod"), "{refused}");
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert!(claimed(&claims, &own).unwrap(), "the first living container");
-        let has = |name| has(&entry, &named(name)).unwrap();
-        assert!(!has("dead") && has("own"));
-        let other = Claim::creating(&named("other"), "pod", &info(&["noatime"]), None).unwrap();
-        assert!(claimed(&claims, &other).unwrap_err().to_string().contains("options"));
-        assert!(claimed(&claims, &own).unwrap_err().to_string().contains("already"));
-        second.kill().unwrap();
-        second.wait().unwrap();
-    }
-
-    #[test]
     fn a_claim_ends_only_if_the_runtime_reports_absence() {
         let scratch = tempfile::tempdir().unwrap();
         let entry = entry(&scratch.path().join("crust"));
         let mut creator = Command::new("sleep").arg("60").spawn().unwrap();
         let process = Process::of(creator.id()).unwrap().unwrap();
-        let own = Claim::creating(&named("own"), "pod", &info(&[]), None).unwrap();
+        let own = Claim::creating(&named("own"), "pod", &info(), None).unwrap();
         let claim = Claim { container: named("c"), process, ..own.clone() };
         entry.write(&claim.container.file(), &serde_json::to_vec(&claim).unwrap()).unwrap();
         let absent = runtime(scratch.path(), "container does not exist");
@@ -451,7 +401,9 @@ mod tests {
         let scratch = tempfile::tempdir().unwrap();
         let entry = entry(scratch.path());
         let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
-        let (own, mut child) = living("own", "pod");
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let own = Claim::creating(&named("own"), "pod", &info(), None).unwrap();
+        let own = own.created(child.id()).unwrap();
         let name = named("bad").file();
         entry.write(&name, b"{").unwrap();
         let refused = format!("{:#}", claimed(&claims, &own).unwrap_err());

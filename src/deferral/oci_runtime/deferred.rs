@@ -322,22 +322,6 @@ mod tests {
     }
 
     #[test]
-    fn an_invalid_entry_prevents_the_start_of_its_container() {
-        let scratch = tempfile::tempdir().unwrap();
-        let config = config(scratch.path());
-        let directory = Directory::new(&config.crust_dir);
-        let target = staged(&directory, Path::new("/t/mount"));
-        let binds = [Bind { index: 0, source: "/t/mount".into() }];
-        let entry = directory.entry(&target);
-        for bad in ["", "{}", "[1]"] {
-            entry.write("mountInfo.json", bad.as_bytes()).unwrap();
-            assert!(find(&config, &binds).is_err(), "{bad}");
-        }
-        entry.remove("mountInfo.json").unwrap();
-        assert!(find(&config, &binds).unwrap_err().to_string().contains("try again"));
-    }
-
-    #[test]
     fn an_entry_with_an_unreadable_target_blocks_every_bind_mount() {
         let scratch = tempfile::tempdir().unwrap();
         let config = config(scratch.path());

@@ -22,6 +22,7 @@ use telemetry::metrics::Metrics;
 use telemetry::notify;
 use telemetry::periodic;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Threads for blocking work: one for each call, and for collector, health and metrics.
 const BLOCKING_THREADS: usize = MAX_CALLS + 4;
@@ -86,7 +87,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let ops =
         Ops::new(layout, collector.locks.clone(), calls.clone(), cli_timeout * LOCK_TIMEOUT_FACTOR);
     let round = move || collector.round();
-    tokio::spawn(periodic::run(collect_every, round, shutdown.clone()));
+    task::spawn(periodic::run(collect_every, round, shutdown.clone()));
     let router = Server::builder().add_service(RuntimeServer::new(ops));
     let router = reflection::add(router, &["crust.Runtime"])?;
     serve::until_shutdown(router, listener, &calls, &shutdown).await

@@ -39,7 +39,7 @@ const GO_CURVES: [(&str, Option<&dyn SupportedKxGroup>); 5] = [
 ];
 
 /// The flags of a TLS server.
-#[derive(Debug, Clone, clap::Args)]
+#[derive(Debug, Clone, Default, clap::Args)]
 // The default name, `Args`, would collide with the group of the struct that flattens this one.
 #[group(skip)]
 pub struct Args {
@@ -67,9 +67,10 @@ pub struct Args {
 }
 
 /// Minimum TLS version, `--tls-min-version`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum MinVersion {
     // As in Go, an empty value means the default.
+    #[default]
     #[value(name = "VersionTLS12", alias = "")]
     Tls12,
     #[value(name = "VersionTLS13")]

@@ -8,11 +8,11 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use sha2::{Digest, Sha256};
-use tokio::task::spawn_blocking;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::certificates::{Certificates, Pair};
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Poll interval.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -131,7 +131,7 @@ impl FilesWatcher {
             }
             let files = self.files.clone();
             // A panic is already in the log.
-            if let Ok(content) = spawn_blocking(move || files.read()).await {
+            if let Ok(content) = task::blocking(move || files.read()).await {
                 self.update(content);
             }
         }

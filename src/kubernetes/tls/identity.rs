@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use super::{Certificates, authority};
 use crate::metadata_service::Address;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// The flags of a role that the API server reaches at one address.
 #[derive(Debug, Clone, clap::Args)]
@@ -91,7 +92,7 @@ pub async fn start(
         );
     };
     let (certificates, watcher) = Certificates::from_files(cert, key)?;
-    tokio::spawn(watcher.watch(shutdown.clone()));
+    task::spawn(watcher.watch(shutdown.clone()));
     Ok(Identity { certificates, trusted: None })
 }
 

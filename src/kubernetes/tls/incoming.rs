@@ -24,6 +24,7 @@ use telemetry::accept::BackoffAcceptor;
 use telemetry::fair_limit::{FairLimit, Labels, Share};
 use telemetry::peer::Peer;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Timeout of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -72,7 +73,7 @@ pub fn incoming(
         connections: FairLimit::new(of("connection"), MAX_CONNECTIONS),
         ready,
     };
-    tokio::spawn(async move {
+    task::spawn(async move {
         let gone = acceptor.ready.clone();
         tokio::select! {
             () = acceptor.accept_all() => {}
@@ -100,7 +101,7 @@ impl Acceptor {
             let share = Arc::new(self.connections.take(peer, 1));
             let turn = self.handshakes.take(peer, 1);
             let new = NewConnection { stream, peer, share };
-            tokio::spawn(hand_over(self.tls.clone(), new, turn, self.ready.clone()));
+            task::spawn(hand_over(self.tls.clone(), new, turn, self.ready.clone()));
         }
     }
 }

@@ -10,6 +10,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use super::files;
 use telemetry::rate_limited_log::RateLimitedLog;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Poll interval.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -28,7 +29,7 @@ pub fn watch_authorities<T: Send + Sync + 'static>(
     let pem = authorities(flag, file)?;
     let (sender, parsed) = watch::channel(parse(&pem)?);
     let file = file.to_owned();
-    tokio::spawn(async move {
+    task::spawn(async move {
         tokio::select! {
             () = follow(flag, file, parse, pem, sender) => {}
             () = shutdown.draining() => {}
@@ -62,7 +63,7 @@ async fn follow<T>(
         polls.tick().await;
         let path = file.clone();
         // A panic is already in the log.
-        let Ok(found) = tokio::task::spawn_blocking(move || authorities(flag, &path)).await else {
+        let Ok(found) = task::blocking(move || authorities(flag, &path)).await else {
             continue;
         };
         match found.and_then(|found| Ok((parse(&found)?, found))) {

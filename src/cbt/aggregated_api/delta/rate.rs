@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use moka::future::Cache;
 use tokio::time::Instant;
 
 use crate::aggregated_api::failure::{Cause, Failure};
 use kubernetes::client::Rate;
+use telemetry::memo::{Keep, Memo};
 
 /// Maximum number of users with a bucket, and time to keep an idle bucket, in which any sensible
 /// bucket fills up.
@@ -20,7 +20,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub struct Rates {
     each: Rate,
-    users: Cache<String, Arc<Bucket>>,
+    users: Memo<String, Arc<Bucket>>,
     all: Arc<Bucket>,
 }
 
@@ -33,14 +33,13 @@ struct Bucket {
 
 impl Rates {
     pub fn new(each: Rate, all: Rate) -> Self {
-        let users = Cache::builder().max_capacity(USERS).time_to_idle(IDLE_TTL).build();
+        let users = Memo::new(USERS, Keep::Unused(IDLE_TTL));
         Self { each, users, all: Arc::new(Bucket::new(all)) }
     }
 
     /// Admits a request of the user, or refuses it.
-    pub async fn admit(&self, user: &str) -> Result<(), Failure> {
-        let make = async { Arc::new(Bucket::new(self.each)) };
-        let own = self.users.get_with_by_ref(user, make).await;
+    pub fn admit(&self, user: &str) -> Result<(), Failure> {
+        let own = self.users.get_or_insert_with(user, || Arc::new(Bucket::new(self.each)));
         let now = Instant::now();
         // The user's bucket first, so that refused requests take nothing from other users.
         own.take(now).map_err(|pause| too_many("of this user", pause))?;
@@ -98,15 +97,15 @@ mod tests {
     async fn refused_requests_take_nothing_from_other_users() {
         let rates = Rates::new(rate(0.001, 2), rate(0.001, 4));
         for _ in 0..2 {
-            rates.admit("greedy").await.unwrap();
+            rates.admit("greedy").unwrap();
         }
         for _ in 0..10 {
-            let refused = rates.admit("greedy").await.unwrap_err();
+            let refused = rates.admit("greedy").unwrap_err();
             assert!(refused.cause == Cause::TooMany && refused.message.contains("of this user"));
         }
-        rates.admit("a").await.unwrap();
-        rates.admit("b").await.unwrap();
-        let refused = rates.admit("c").await.unwrap_err();
+        rates.admit("a").unwrap();
+        rates.admit("b").unwrap();
+        let refused = rates.admit("c").unwrap_err();
         assert!(refused.message.contains("in all"), "{refused}");
     }
 }

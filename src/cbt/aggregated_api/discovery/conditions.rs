@@ -126,75 +126,21 @@ fn valid(certificate: &Certificate, now: Timestamp) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kubernetes::cbt_http::{Problem, ProblemKind};
-
-    fn now() -> Timestamp {
-        Timestamp::from_second(1_700_000_000).unwrap()
-    }
-
-    fn until(hours: u64) -> Certificate {
-        Certificate::Good { until: SystemTime::from(now()) + Duration::from_secs(hours * 3600) }
-    }
-
-    /// Status and reason of each condition.
-    fn findings(probe: &Probe) -> Vec<(String, String)> {
-        let made = conditions("d", Some(1), probe, &[], now());
-        made.into_iter().map(|one| (one.status, one.reason)).collect()
-    }
-
-    fn called(
-        info: Result<Info, EndpointError>,
-        certificate: Certificate,
-    ) -> Vec<(String, String)> {
-        findings(&Probe::Called { info, certificate })
-    }
-
-    fn info(driver: &str, capability: Capability) -> Result<Info, EndpointError> {
-        Ok(Info { driver: driver.into(), capability })
-    }
-
-    fn is(finding: &(String, String), status: &str, reason: &str) -> bool {
-        finding.0 == status && finding.1 == reason
-    }
-
-    #[test]
-    fn each_probe_result_has_its_conditions() {
-        let made = called(info("d", Capability::ListSnapshotDeltas), until(25));
-        assert!(is(&made[0], "True", "Reached") && is(&made[1], "True", "ListSnapshotDeltas"));
-        assert!(is(&made[2], "True", "CertificateValid"));
-        let made = called(info("d", Capability::SnapshotMetadata), until(23));
-        assert!(is(&made[1], "True", "SnapshotMetadata"));
-        assert!(is(&made[2], "False", "CertificateExpiring"));
-        let made = called(info("d", Capability::None), until(25));
-        assert!(is(&made[1], "False", "NoCapability"));
-        let made = called(info("other", Capability::ListSnapshotDeltas), until(25));
-        assert!(is(&made[1], "False", "OtherDriver"));
-        let gone = EndpointError::Unreachable("x".into());
-        let made = called(Err(gone), Certificate::Unseen("x".into()));
-        assert!(is(&made[0], "False", "Unreachable"));
-        assert!(made[1..].iter().all(|one| is(one, "Unknown", "NotReached")));
-        let (kind, message) = (ProblemKind::NotAllowed, "x".into());
-        let refused =
-            EndpointError::Problem { problem: Problem { kind, message, code: None }, after: None };
-        let bad = Certificate::Bad { reason: "CertificateExpired", message: "x".into() };
-        let made = called(Err(refused), bad);
-        assert!(is(&made[0], "False", "Refused") && is(&made[2], "False", "CertificateExpired"));
-        let made = findings(&Probe::Unusable("x".into()));
-        assert!(is(&made[0], "False", "DiscoveryUnusable"));
-        assert!(made[1..].iter().all(|one| is(one, "Unknown", "DiscoveryUnusable")));
-    }
 
     #[test]
     fn a_condition_keeps_its_transition_time() {
-        let probe =
-            |capability| Probe::Called { info: info("d", capability), certificate: until(25) };
-        let first = conditions("d", Some(1), &probe(Capability::ListSnapshotDeltas), &[], now());
-        let later = Timestamp::from_second(1_700_000_060).unwrap();
+        let [now, later] =
+            [1_700_000_000, 1_700_000_060].map(|second| Timestamp::from_second(second).unwrap());
+        let probe = |capability| Probe::Called {
+            info: Ok(Info { driver: "d".into(), capability }),
+            certificate: Certificate::Good { until: SystemTime::from(now) + 2 * RENEWAL },
+        };
+        let first = conditions("d", Some(1), &probe(Capability::ListSnapshotDeltas), &[], now);
         let same = conditions("d", Some(2), &probe(Capability::SnapshotMetadata), &first, later);
-        assert!(same.iter().all(|one| one.last_transition_time.0 == now()));
+        assert!(same.iter().all(|one| one.last_transition_time.0 == now));
         assert!(same.iter().all(|one| one.observed_generation == Some(2)));
         let other = conditions("d", Some(2), &probe(Capability::None), &same, later);
-        assert_eq!(other[0].last_transition_time.0, now());
+        assert_eq!(other[0].last_transition_time.0, now);
         assert_eq!(other[1].last_transition_time.0, later);
     }
 }

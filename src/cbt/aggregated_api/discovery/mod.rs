@@ -13,7 +13,6 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
 use kube::runtime::controller::{Action, Config};
 use kube::{Api, Client, Resource, ResourceExt};
-use moka::future::Cache;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -30,6 +29,7 @@ use super::endpoint::{EndpointError, Endpoints};
 use kubernetes::cache::{controller, in_time};
 use kubernetes::driver_discovery::DriverDiscovery;
 use kubernetes::leader::while_leading;
+use telemetry::memo::{Keep, Memo};
 use telemetry::shutdown::Shutdown;
 
 /// Field manager of the conditions.
@@ -75,7 +75,7 @@ pub struct Context {
     metrics: Metrics,
     /// The last probe by uid. The watch also reports the controller's own writes, which must not
     /// cause a probe.
-    probed: Cache<String, ProbeRecord>,
+    probed: Memo<String, ProbeRecord>,
 }
 
 /// A completed probe.
@@ -98,7 +98,7 @@ pub enum Error {
 impl Context {
     /// `interval` is the interval of probes, see [`PROBE_INTERVAL`].
     pub fn new(client: Client, endpoints: Endpoints, interval: Duration, metrics: Metrics) -> Self {
-        let probed = Cache::new(MAX_CACHED);
+        let probed = Memo::new(MAX_CACHED, Keep::Always);
         Self { objects: Api::all(client), endpoints, interval, metrics, probed }
     }
 }
@@ -115,7 +115,7 @@ pub async fn run(leads: watch::Receiver<bool>, context: Arc<Context>, shutdown: 
 /// Reconciles all objects until the future is dropped.
 async fn reconcile_all(context: Arc<Context>) {
     // Another leader may have probed meanwhile.
-    context.probed.invalidate_all();
+    context.probed.clear();
     let controller = controller(context.objects.clone())
         .with_config(Config::default().debounce(DEBOUNCE).concurrency(CONCURRENCY));
     let mut outcomes = pin!(controller.run(reconcile, retry, context));
@@ -134,7 +134,7 @@ async fn reconcile(
         return Ok(Action::await_change());
     }
     let (uid, generation) = (discovery.uid().unwrap_or_default(), discovery.metadata.generation);
-    let before = context.probed.get(&uid).await.filter(|record| record.generation == generation);
+    let before = context.probed.get(&uid).filter(|record| record.generation == generation);
     if let Some(record) = &before {
         let remaining = record.next.saturating_duration_since(Instant::now());
         if !remaining.is_zero() {
@@ -147,10 +147,7 @@ async fn reconcile(
     let failures = before.map_or(0, |record| record.failures);
     let failures = if probe.is_conclusive() { 0 } else { failures.saturating_add(1) };
     let pause = context.pause(failures);
-    context
-        .probed
-        .insert(uid, ProbeRecord { generation, next: Instant::now() + pause, failures })
-        .await;
+    context.probed.insert(uid, ProbeRecord { generation, next: Instant::now() + pause, failures });
     Ok(Action::requeue(pause))
 }
 

@@ -19,7 +19,6 @@ use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use moka::future::Cache;
 use rustls::ClientConfig;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, TryAcquireError};
@@ -31,6 +30,7 @@ use kubernetes::cbt_http::{self, Info, Page, PageRequest, Problem, ProblemKind};
 use kubernetes::own_tokens::{self, Token, Tokens};
 use kubernetes::{client, tls};
 use telemetry::fair_limit::{FairLimit, Labels};
+use telemetry::memo::{Keep, Memo};
 
 /// Maximum bytes of a response: a fixed part, and a part per requested entry, mostly for data
 /// tokens.
@@ -72,7 +72,7 @@ pub enum EndpointError {
 #[derive(Clone)]
 pub struct Endpoints {
     tokens: Tokens,
-    known: Cache<Target, Arc<Endpoint>>,
+    known: Memo<Target, Arc<Endpoint>, anyhow::Error>,
     /// Memory of responses, by driver.
     answers: FairLimit<String>,
 }
@@ -90,7 +90,7 @@ pub struct Endpoint {
 impl Endpoints {
     /// Requests tokens of the ServiceAccount `account` in `namespace`.
     pub fn new(client: kube::Client, namespace: &str, account: &str) -> Self {
-        let known = Cache::builder().max_capacity(MAX_ENDPOINTS).time_to_idle(ENDPOINT_TTL).build();
+        let known = Memo::new(MAX_ENDPOINTS, Keep::Unused(ENDPOINT_TTL));
         let tokens = Tokens::new(client, namespace, account);
         let labels = Labels { listener: LISTENER, share: "endpoint_response" };
         Self { tokens, known, answers: FairLimit::new(labels, ANSWERS) }
@@ -103,7 +103,7 @@ impl Endpoints {
     /// The target has no usable authority.
     pub async fn at(&self, target: &Target) -> Result<Arc<Endpoint>, String> {
         let make = async { Endpoint::new(target.clone(), self).map(Arc::new) };
-        let made = self.known.try_get_with_by_ref(target, make).await;
+        let made = self.known.get_or_load(target, make).await;
         made.map_err(|error| format!("spec.clientConfig.caBundle: {error:#}"))
     }
 }

@@ -134,6 +134,8 @@ async fn any_other_verb_is_405_with_a_status() {
         assert_eq!(answer.code, 405, "{method} {path}");
         assert_eq!(answer.headers[header::ALLOW], "POST", "{method} {path}");
         assert_eq!(answer.body["reason"], "MethodNotAllowed", "{method} {path}");
+        let message = answer.body["message"].as_str().unwrap();
+        assert!(message.contains("can only be created"), "{method} {path}: {message}");
     }
     let answer = call("DELETE", "/apis").await;
     assert_eq!((answer.code, &answer.body["kind"]), (405, &json!("Status")));

@@ -36,6 +36,7 @@ use kubernetes::{client, tls};
 use telemetry::http::HealthCheck;
 use telemetry::log_budget::LogBudget;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 pub use args::Args;
 pub use metrics::Metrics;
@@ -96,13 +97,13 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls, identity.certificates.clone(), tls::HTTPS)?;
     let incoming = tls::incoming(listener, LISTENER, config, shutdown.clone());
-    let election = tokio::spawn(elect(server.clone(), candidate, shutdown.clone()));
+    let election = task::spawn(elect(server.clone(), candidate, shutdown.clone()));
     let routes = routes::routes(server.clone());
     tracing::info!(%address, "serving cbt-http");
     let leads: HealthCheck = Arc::new(move || server.is_ready());
     let longest = routes::limits(args.timeout).request;
     let served = https::serve(incoming, routes, longest, shutdown.clone());
-    let task = tokio::spawn(async move {
+    let task = task::spawn(async move {
         served.await;
         // A panic is already in the log.
         let _ = election.await;

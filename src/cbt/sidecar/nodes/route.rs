@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
-use moka::future::Cache;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
@@ -33,6 +32,7 @@ use kubernetes::own_tokens::{self, Token, Tokens};
 use kubernetes::secret::Secrets;
 use kubernetes::snapshot::MANAGED_BY;
 use kubernetes::tls;
+use telemetry::memo::{Keep, Memo};
 use telemetry::shutdown::Shutdown;
 
 /// Maximum number of connected nodes, and time to keep an unused connection.
@@ -50,7 +50,7 @@ pub struct Nodes {
     endpoints: NodeEndpoints,
     tokens: Tokens,
     trusted: watch::Receiver<Arc<ClientConfig>>,
-    links: Cache<String, Link>,
+    links: Memo<String, Link>,
 }
 
 #[derive(Clone)]
@@ -97,7 +97,7 @@ impl Nodes {
             endpoints: NodeEndpoints::start(clients, service.clone(), shutdown.clone()),
             tokens,
             trusted,
-            links: Cache::builder().max_capacity(MAX_NODES).time_to_idle(IDLE).build(),
+            links: Memo::new(MAX_NODES, Keep::Unused(IDLE)),
         }))
     }
 
@@ -126,11 +126,11 @@ impl Nodes {
     /// The connection to the node's sidecar.
     async fn link(&self, node: &str) -> Result<DriverLink, Refusal> {
         let address = self.address(node).await?;
-        if let Some(link) = self.links.get(node).await.filter(|link| link.address == address) {
+        if let Some(link) = self.links.get(node).filter(|link| link.address == address) {
             return Ok(link.driver);
         }
         let driver = self.connection(node, address)?;
-        self.links.insert(node.to_owned(), Link { address, driver: driver.clone() }).await;
+        self.links.insert(node.to_owned(), Link { address, driver: driver.clone() });
         Ok(driver)
     }
 

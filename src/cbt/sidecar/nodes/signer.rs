@@ -26,6 +26,7 @@ use kubernetes::pod_certificate::{
 use kubernetes::tls;
 use kubernetes::tls::authority::{Issued, Signer};
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Names the authority and its Secret.
 const MODE: &str = "nodes";
@@ -106,7 +107,7 @@ pub async fn start(
     let signer =
         NodeSigner { policy, signer, requests, clients, metrics: metrics.clone(), trusted };
     let shutdown = shutdown.clone();
-    tokio::spawn(async move {
+    task::spawn(async move {
         tokio::select! {
             () = signer.run() => {}
             () = shutdown.draining() => {}

@@ -140,22 +140,6 @@ async fn base_reference_selects_what_a_base_refers_to() {
 }
 
 #[tokio::test]
-async fn a_foreign_base_requires_permission_in_its_namespace() {
-    let api = api();
-    put(&api, "elsewhere", "first", "handle-1");
-    let fixture = Fixture::new(&api, BaseReference::Id);
-    let refusal = fixture.base("handle-1").await.unwrap_err();
-    assert_eq!(refusal.reason, Reason::ForeignBase);
-    assert!(!refusal.message().contains("elsewhere"), "{refusal:?}");
-    // Permissions for another name there, or for this name here, do not help.
-    api.allow_get("elsewhere", "second");
-    api.allow_get("shop", "first");
-    assert_eq!(fixture.base("handle-1").await.unwrap_err().reason, Reason::ForeignBase);
-    api.allow_get("elsewhere", "first");
-    assert_eq!(fixture.base("handle-1").await.unwrap(), "handle-1");
-}
-
-#[tokio::test]
 async fn a_foreign_base_must_fit_the_target() {
     let api = api();
     let other = json!({ "volumeHandle": "volume-2" });

@@ -15,7 +15,6 @@ use base64::engine::general_purpose::STANDARD_NO_PAD;
 use k8s_openapi::jiff::Timestamp;
 use kube::runtime::watcher;
 use kube::{Api, Client};
-use moka::future;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
@@ -24,6 +23,7 @@ use crate::sidecar::request::Token;
 use kubernetes::cache::{Cache, in_time};
 use kubernetes::peer_limit::PeerLimit;
 use kubernetes::session::SnapshotSessionData;
+use telemetry::memo::{Keep, Memo};
 use telemetry::peer::Peer;
 use telemetry::shutdown::Shutdown;
 
@@ -39,7 +39,7 @@ pub struct Tokens {
     lookup_api: Api<SnapshotSessionData>,
     /// Lookups by whether the watch was running, and digest. An entry from a running watch only
     /// serves concurrent requests for the same token.
-    lookups: future::Cache<(bool, String), Arc<SnapshotSessionData>>,
+    lookups: Memo<(bool, String), Arc<SnapshotSessionData>, Refusal>,
     peers: PeerLimit,
 }
 
@@ -53,10 +53,7 @@ impl Tokens {
         Self {
             watched: Cache::start(api, move |_| one.clone(), select, digest_of, shutdown),
             lookup_api: Api::namespaced(lookups, namespace),
-            lookups: future::Cache::builder()
-                .max_capacity(MAX_CACHED)
-                .time_to_live(CACHE_TTL)
-                .build(),
+            lookups: Memo::new(MAX_CACHED, Keep::For(CACHE_TTL)),
             peers: PeerLimit::default(),
         }
     }
@@ -97,10 +94,10 @@ impl Tokens {
         peer: Peer,
     ) -> Result<Arc<SnapshotSessionData>, Refusal> {
         let key = (live, digest.to_owned());
-        let found = self.lookups.try_get_with(key.clone(), self.fetch(token, peer)).await;
+        let found = self.lookups.get_or_load(&key, self.fetch(token, peer)).await;
         if live {
             // From now on the watch reports the session.
-            self.lookups.invalidate(&key).await;
+            self.lookups.remove(&key);
         }
         found.map_err(|refusal| Refusal::clone(&refusal))
     }

@@ -277,22 +277,23 @@ mod tests {
     struct Line {
         #[command(flatten)]
         repository: RepositoryArgs,
-    }
-
-    #[derive(Parser)]
-    struct CopyLine {
-        #[command(flatten)]
-        repository: RepositoryArgs,
         #[command(flatten)]
         to: CopyTo,
     }
 
-    fn made(flags: &[&str], repository: &str, work: &Work<'_>) -> Value {
-        let line = ["x", "--namespace", "shop", "--repository", repository];
-        let args = Line::try_parse_from(line.iter().chain(flags)).ok().unwrap().repository;
+    fn line(flags: &[&str], repository: &str, to: &str) -> Line {
+        let line = ["x", "--namespace", "shop", "--repository", repository, "--to", to];
+        Line::try_parse_from(line.iter().chain(flags)).ok().unwrap()
+    }
+
+    fn made_by(args: &RepositoryArgs, work: &Work<'_>) -> Value {
         let (location, template) = (args.location().unwrap(), Template::default());
         let made = job("mover-1", &args.mover, &template, &location, work).unwrap();
         serde_json::to_value(made).unwrap()
+    }
+
+    fn made(flags: &[&str], repository: &str, work: &Work<'_>) -> Value {
+        made_by(&line(flags, repository, "s3://not-used").repository, work)
     }
 
     fn work<'w>(data: Data<'w>, audience: Option<&'w str>) -> Work<'w> {
@@ -307,17 +308,13 @@ mod tests {
         let job = made(&[], "claim:backups/a", &work(data, Some("driver")));
         let pod = &job["spec"]["template"]["spec"];
         let container = &pod["containers"][0];
-        assert_eq!(
-            container["args"],
-            json!(["backup", "--repository=/repository/a", "--quiet", "--output=json"])
-        );
+        let args = ["backup", "--repository=/repository/a", "--quiet", "--output=json"];
+        assert_eq!(container["args"], json!(args));
         assert_eq!(container["volumeDevices"][0]["devicePath"], DEVICE);
         let source = &pod["volumes"][2]["ephemeral"]["volumeClaimTemplate"]["spec"];
         assert_eq!(source["dataSource"]["name"], "s");
-        assert_eq!(
-            (&source["volumeMode"], &source["storageClassName"]),
-            (&json!("Block"), &json!("fast"))
-        );
+        assert_eq!(source["volumeMode"], "Block");
+        assert_eq!(source["storageClassName"], "fast");
         let token = &pod["volumes"][1]["projected"]["sources"][0]["serviceAccountToken"];
         assert_eq!(token["audience"], "driver");
     }
@@ -343,10 +340,8 @@ mod tests {
         let terms = &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             ["nodeSelectorTerms"];
         for term in terms.as_array().unwrap() {
-            assert_eq!(
-                (&term["matchFields"], term["matchExpressions"].is_array()),
-                (&json!([field]), true)
-            );
+            assert_eq!(term["matchFields"], json!([field]));
+            assert!(term["matchExpressions"].is_array());
         }
     }
 
@@ -373,14 +368,9 @@ mod tests {
             ("s3://a", "claim:b", ["s3://a", "/to/backups"], "to to-key"),
             ("claim:a", "s3://b", ["/repository/backups", "s3://b"], "repository to-key"),
         ] {
-            let line = ["x", "--namespace", "shop", "--repository", repository, "--to", to];
-            let line = line.iter().chain(&["--to-key-secret", "key"]);
-            let line = CopyLine::try_parse_from(line).ok().unwrap();
+            let line = line(&["--to-key-secret", "key"], repository, to);
             let work = Work { copy_to: Some(&line.to), ..work(Data::None, None) };
-            let location = line.repository.location().unwrap();
-            let mover = &line.repository.mover;
-            let job = job("mover-1", mover, &Template::default(), &location, &work);
-            let job = serde_json::to_value(job.unwrap()).unwrap();
+            let job = made_by(&line.repository, &work);
             let pod = &job["spec"]["template"]["spec"];
             let args = &pod["containers"][0]["args"];
             let [from, into] = flags;
@@ -399,10 +389,8 @@ mod tests {
         let rules = job["spec"]["podFailurePolicy"]["rules"].as_array().unwrap();
         // The first rule that fits decides.
         assert_eq!(rules[0]["action"], "Ignore");
-        assert_eq!(
-            rules[0]["onPodConditions"],
-            json!([{"type": "DisruptionTarget", "status": "True"}])
-        );
+        let disruption = json!([{"type": "DisruptionTarget", "status": "True"}]);
+        assert_eq!(rules[0]["onPodConditions"], disruption);
         assert_eq!(rules[1]["action"], "FailJob");
         let codes = rules[1]["onExitCodes"]["values"].as_array().unwrap();
         // An interruption, and SIGKILL and SIGTERM as shells report them.

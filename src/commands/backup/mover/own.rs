@@ -3,14 +3,13 @@
 //! of the command: "exists already" is success if the object has it. A creation that failed leaves
 //! nothing: it may take effect late, so its object is then deleted for some time.
 
-use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kube::api::{DeleteParams, PostParams, Preconditions};
-use kube::{Api, Resource, ResourceExt};
+use kube::{Api, ResourceExt};
+use kubernetes::cache::Object;
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
 use super::super::document::nonce;
@@ -22,14 +21,6 @@ use crate::client::cluster::{Retry, call};
 pub const MARK: &str = "backup.loopback.csi.local/command";
 /// How long an object may appear after its creation got no response.
 const LATE: Duration = Duration::from_secs(5);
-
-/// A kind of objects that a command creates.
-pub trait Object:
-    Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize
-{
-}
-
-impl<K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize> Object for K {}
 
 /// Beginning of the random names.
 const NAME_PREFIX: &str = "csi-loopback-mover-";
@@ -56,7 +47,11 @@ impl Mover<'_> {
     ///
     /// # Errors
     /// The API server refused, and the object does not exist, or the error names it.
-    pub(super) async fn create<K: Object>(&self, api: &Api<K>, mut object: K) -> Result<()> {
+    pub(super) async fn create<K: Object + Serialize>(
+        &self,
+        api: &Api<K>,
+        mut object: K,
+    ) -> Result<()> {
         object.annotations_mut().insert(MARK.to_owned(), self.mark.clone());
         let (what, name) = (self.named(&object), object.name_any());
         let creation = async {

@@ -288,10 +288,8 @@ mod tests {
         assert_eq!(written, plan);
         let spec = &new["spec"];
         assert_eq!(spec["csi"]["volumeHandle"], "h");
-        assert_eq!(
-            (&spec["volumeMode"], &spec["persistentVolumeReclaimPolicy"]),
-            (&json!("Filesystem"), &json!("Retain"))
-        );
+        assert_eq!(spec["volumeMode"], "Filesystem");
+        assert_eq!(spec["persistentVolumeReclaimPolicy"], "Retain");
         let expected = json!({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "namespace": "shop", "name": "new"});
         assert_eq!(spec["claimRef"], expected);
         assert!(plan.steps().contains("PersistentVolumes pv and pv-filesystem"));

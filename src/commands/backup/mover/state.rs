@@ -2,7 +2,7 @@
 //! may have added others, which do not end with it.
 
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, ContainerStatus, Pod};
+use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod};
 
 use super::super::failure::FINAL;
 use super::job::CONTAINER;
@@ -75,10 +75,6 @@ pub fn exit_code(pod: &Pod) -> Option<i32> {
     terminated(pod).map(|ended| ended.exit_code)
 }
 
-fn containers(pod: &Pod) -> impl Iterator<Item = &ContainerStatus> {
-    pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten())
-}
-
 fn mover(pod: &Pod) -> Option<&ContainerState> {
     container_state(pod, CONTAINER)
 }
@@ -93,7 +89,8 @@ fn is_running(pod: &Pod) -> bool {
 
 /// The other containers that run.
 fn others(pod: &Pod) -> impl Iterator<Item = &str> {
-    containers(pod).filter_map(|one| {
+    let all = pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten());
+    all.filter_map(|one| {
         let runs = one.state.as_ref()?.running.is_some();
         (one.name != CONTAINER && runs).then_some(one.name.as_str())
     })

@@ -215,10 +215,7 @@ spec:
             ("spec: {containers: [{name: other}]}", "with the name mover"),
             ("spec: {containers: [{name: mover}, {name: b}]}", "with the name mover"),
             ("spec: {toleration: []}", "spec.toleration"),
-            (
-                "spec: {tolerations: [{operator: Exists, kee: a}]}",
-                "spec.tolerations[0].kee is no field",
-            ),
+            ("spec: {tolerations: [{key: b, kee: a}]}", "spec.tolerations[0].kee is no field"),
             ("spec: {tolerations: 7}", "spec.tolerations"),
             ("kind: Pod", "kind"),
             ("[]", "no object"),

@@ -172,10 +172,9 @@ impl Repository {
         let work = move || {
             let document = document::compress(&document::write("page", &page)?)?;
             let sealed = repository.seal(&directory(&page.backup), &at, document)?;
-            Ok::<_, anyhow::Error>((Hash::of(&sealed), sealed))
+            Ok((Hash::of(&sealed), sealed))
         };
-        let sealed = tokio::task::spawn_blocking(work).await.context("the task panicked")?;
-        let (hash, sealed) = sealed?;
+        let (hash, sealed) = super::blocking(work).await?;
         let size = sealed.len() as u64;
         self.store.put(&path, sealed).await?;
         Ok((hash, size))

@@ -228,7 +228,7 @@ mod tests {
     use super::*;
     use crate::backup::manifest::samples::{backup, id};
 
-    fn listed(path: String, size: u64) -> Listed {
+    fn listed((path, size): (String, u64)) -> Listed {
         Listed { path, size, modified: SystemTime::UNIX_EPOCH }
     }
 
@@ -236,7 +236,7 @@ mod tests {
     fn the_name_of_an_intent_says_what_it_refers_to() {
         for (base, after) in [(None, None), (Some(id(0)), None), (Some(id(0)), Some(id(1)))] {
             let references = References { key: "none".to_owned(), base, after };
-            let listing = Listing::new([listed(references.path(&id(2)), 1)]);
+            let listing = Listing::new([listed((references.path(&id(2)), 1))]);
             assert_eq!(listing.attempts[&id(2)].intents, [references]);
         }
     }
@@ -267,10 +267,7 @@ mod tests {
                 (pack(&id(0), 2), 100),
             ]
         };
-        let is_whole = |objects: Vec<(String, u64)>| {
-            Listing::new(objects.into_iter().map(|(path, size)| listed(path, size)))
-                .is_whole(&whole)
-        };
+        let is_whole = |all: Vec<_>| Listing::new(all.into_iter().map(listed)).is_whole(&whole);
         assert!(is_whole(objects()));
         for lost in (0..objects().len()).filter(|lost| *lost != 5) {
             let mut objects = objects();

@@ -102,7 +102,9 @@ impl Repository {
                     }
                 }
                 Operation::End(outcome) => return Ok(Ended::With(outcome.clone())),
-                _ => self.change_mark(&operation).await?,
+                Operation::PutMark(on, by) => self.put_mark(&names::mark(on, by)).await?,
+                Operation::DeleteMark(on, by) => self.store.delete(&names::mark(on, by)).await?,
+                _ => {}
             }
         }
     }
@@ -135,14 +137,6 @@ impl Repository {
         }
         self.store.delete_all(lifted).await?;
         self.delete(deleted.0, &deleted.1).await
-    }
-
-    async fn change_mark(&self, operation: &Operation<String>) -> Result<()> {
-        match operation {
-            Operation::PutMark(on, by) => self.put_mark(&names::mark(on, by)).await,
-            Operation::DeleteMark(on, by) => self.store.delete(&names::mark(on, by)).await,
-            _ => Ok(()),
-        }
     }
 
     /// A mark is an empty object. A full store may still have no room for its name.

@@ -191,15 +191,14 @@ impl Keys {
 
     /// # Errors
     /// Not a byte was sealed with one of the keys at this path, or one was changed since.
-    pub fn open(&self, path: &str, mut sealed: Vec<u8>) -> Result<Vec<u8>> {
+    pub fn open(&self, path: &str, sealed: Vec<u8>) -> Result<Vec<u8>> {
         let Some((last, others)) = self.0.split_last() else { bail!("there is no key") };
         for key in others {
             if let Ok(opened) = key.open(path, sealed.clone()) {
                 return Ok(opened);
             }
         }
-        sealed = last.open(path, sealed)?;
-        Ok(sealed)
+        last.open(path, sealed)
     }
 }
 

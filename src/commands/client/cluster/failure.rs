@@ -226,55 +226,27 @@ mod tests {
 
     #[test]
     fn a_refusal_has_a_code_and_a_next_step() {
-        let text =
-            |code| format!("{:#}", Failure::stream(Status::new(code, "why"), &SUBJECT).error);
-        let step = [
-            (Code::FailedPrecondition, "FAILED_PRECONDITION: why", "full backup"),
-            (Code::PermissionDenied, "PERMISSION_DENIED: why", "`get` on `volumesnapshots`"),
-            (Code::PermissionDenied, "PERMISSION_DENIED: why", "ServiceAccount shop/backup needs"),
-            (Code::Unauthenticated, "UNAUTHENTICATED: why", "audience \"aud\""),
-            (Code::NotFound, "NOT_FOUND: why", "-n shop"),
-            (Code::Unimplemented, "UNIMPLEMENTED: why", "d.example"),
-            (Code::DeadlineExceeded, "DEADLINE_EXCEEDED: why", "without one extent"),
-            (Code::OutOfRange, "OUT_OF_RANGE: why", "--starting-offset"),
-        ];
-        for (code, begin, step) in step {
-            let text = text(code);
-            assert!(text.starts_with(begin) && text.contains(step), "{text}");
-        }
-        assert_eq!(text(Code::InvalidArgument), "INVALID_ARGUMENT: why");
-    }
-
-    #[test]
-    fn a_refusal_in_a_session_has_a_code_and_a_next_step() {
-        let step = [
-            (Code::Unauthenticated, true, "UNAUTHENTICATED: why", "--lifetime"),
-            (Code::Unauthenticated, false, "UNAUTHENTICATED: why", "shop/mine has ended"),
-            (Code::NotFound, true, "NOT_FOUND: why", "shop/mine must name it"),
-            (Code::InvalidArgument, true, "INVALID_ARGUMENT: why", "must be names"),
-            (Code::OutOfRange, true, "OUT_OF_RANGE: why", "--starting-offset"),
-            (Code::FailedPrecondition, true, "FAILED_PRECONDITION: why", "full backup"),
-        ];
-        for (code, own, begin, step) in step {
-            let failure = Failure::stream(Status::new(code, "why"), &session(own));
-            let text = format!("{:#}", failure.error);
-            assert!(text.starts_with(begin) && text.contains(step), "{text}");
-            let is_retried = code == Code::Unauthenticated && own;
-            let retry = if is_retried { Retry::AfterProgress } else { Retry::Never };
-            assert_eq!(failure.retry, retry, "{text}");
-        }
-    }
-
-    #[test]
-    fn only_temporary_errors_and_expired_tokens_are_retried() {
-        for code in (1..=16).map(Code::from) {
-            let retry = Failure::stream(Status::new(code, "why"), &SUBJECT).retry;
-            let expected = match code {
-                Code::Unavailable => Retry::Always,
-                Code::Unauthenticated | Code::DeadlineExceeded => Retry::AfterProgress,
-                _ => Retry::Never,
-            };
-            assert_eq!(retry, expected, "{code:?}");
+        let (own, given) = (session(true), session(false));
+        for (subject, code, step) in [
+            (SUBJECT, Code::FailedPrecondition, "full backup"),
+            (SUBJECT, Code::PermissionDenied, "`get` on `volumesnapshots`"),
+            (SUBJECT, Code::PermissionDenied, "ServiceAccount shop/backup needs"),
+            (SUBJECT, Code::Unauthenticated, "audience \"aud\""),
+            (SUBJECT, Code::NotFound, "-n shop"),
+            (SUBJECT, Code::Unimplemented, "d.example"),
+            (SUBJECT, Code::DeadlineExceeded, "without one extent"),
+            (SUBJECT, Code::OutOfRange, "--starting-offset"),
+            (SUBJECT, Code::InvalidArgument, ": why"),
+            (own, Code::Unauthenticated, "--lifetime"),
+            (given, Code::Unauthenticated, "shop/mine has ended"),
+            (own, Code::NotFound, "shop/mine must name it"),
+            (own, Code::InvalidArgument, "must be names"),
+            (own, Code::OutOfRange, "--starting-offset"),
+            (own, Code::FailedPrecondition, "full backup"),
+        ] {
+            let text = format!("{:#}", Failure::stream(Status::new(code, "why"), &subject).error);
+            let begin = format!("{}: why", grpc::code_name(code));
+            assert!(text.starts_with(&begin) && text.contains(step), "{text}");
         }
     }
 

@@ -70,6 +70,7 @@ pub enum Fate {
 #[derive(Clone)]
 pub struct Cluster(Arc<Mutex<State>>);
 
+#[derive(Default)]
 struct State {
     /// Objects by path; a list ends with its selector.
     objects: BTreeMap<String, Value>,
@@ -89,34 +90,12 @@ struct State {
     servers: Vec<JoinHandle<()>>,
 }
 
-impl Script {
-    pub fn new(messages: &[&[(i64, i64)]], end: End) -> Self {
-        Self {
-            capacity: CAPACITY,
-            style: k8s::BlockMetadataType::VariableLength,
-            messages: messages.iter().map(|message| message.to_vec()).collect(),
-            end,
-        }
-    }
-}
-
 impl Cluster {
     /// VolumeSnapshots `a` and `b` in the namespace `shop`, of [`DRIVER`], and a sidecar for it
     /// that answers each call with the next script.
     pub async fn new(scripts: Vec<Script>) -> Self {
-        let cluster = Self(Arc::new(Mutex::new(State {
-            objects: BTreeMap::new(),
-            failures: Vec::new(),
-            calls: Vec::new(),
-            tokens: 0,
-            fates: Vec::new(),
-            delay: Duration::ZERO,
-            lose_response: false,
-            place: Default::default(),
-            scripts,
-            sidecar_requests: Vec::new(),
-            servers: Vec::new(),
-        })));
+        let cluster = Self(Arc::default());
+        cluster.state().scripts = scripts;
         for name in ["a", "b"] {
             let content = format!("content-{name}");
             let status = json!({ "boundVolumeSnapshotContentName": content });
@@ -438,16 +417,14 @@ type Messages = Pin<Box<dyn Stream<Item = Result<RawMessage, Status>> + Send>>;
 impl Sidecar {
     fn play(
         &self,
-        request: SidecarRequest,
+        [token, base, snapshot]: [String; 3],
+        offset: i64,
         encode: fn(k8s::GetMetadataDeltaResponse) -> RawMessage,
     ) -> Result<Response<Messages>, Status> {
         let mut state = self.cluster.state();
-        state.sidecar_requests.push(request);
-        assert!(
-            !state.scripts.is_empty(),
-            "no script remains for {:?}",
-            state.sidecar_requests.last()
-        );
+        state.sidecar_requests.push(SidecarRequest { token, base, snapshot, offset });
+        let last = state.sidecar_requests.last();
+        assert!(!state.scripts.is_empty(), "no script remains for {last:?}");
         let Script { capacity, style, messages, end } = state.scripts.remove(0);
         let message = move |blocks: Vec<(i64, i64)>| {
             let block = |(byte_offset, size_bytes)| k8s::BlockMetadata { byte_offset, size_bytes };
@@ -493,13 +470,8 @@ impl SnapshotMetadata for Sidecar {
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
         assert_eq!(request.namespace, "shop");
-        let received = SidecarRequest {
-            token: request.security_token,
-            base: String::new(),
-            snapshot: request.snapshot_name,
-            offset: request.starting_offset,
-        };
-        self.play(received, |message| RawMessage::of(&message))
+        let names = [request.security_token, String::new(), request.snapshot_name];
+        self.play(names, request.starting_offset, |message| RawMessage::of(&message))
     }
 
     async fn get_metadata_delta(
@@ -508,13 +480,9 @@ impl SnapshotMetadata for Sidecar {
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
         assert_eq!(request.namespace, "shop");
-        let received = SidecarRequest {
-            token: request.security_token,
-            base: request.base_snapshot_id,
-            snapshot: request.target_snapshot_name,
-            offset: request.starting_offset,
-        };
-        self.play(received, |message| RawMessage::of(&message))
+        let k8s::GetMetadataDeltaRequest { security_token, base_snapshot_id, .. } = request;
+        let names = [security_token, base_snapshot_id, request.target_snapshot_name];
+        self.play(names, request.starting_offset, |message| RawMessage::of(&message))
     }
 }
 
@@ -541,13 +509,8 @@ impl session_server::SnapshotMetadata for Sidecar {
         request: Request<sessions::GetAllocatedRequest>,
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
-        let received = SidecarRequest {
-            token: request.session_token,
-            base: String::new(),
-            snapshot: request.snapshot,
-            offset: request.starting_offset as i64,
-        };
-        self.play(received, of_session)
+        let names = [request.session_token, String::new(), request.snapshot];
+        self.play(names, request.starting_offset as i64, of_session)
     }
 
     async fn get_delta(
@@ -555,12 +518,7 @@ impl session_server::SnapshotMetadata for Sidecar {
         request: Request<sessions::GetDeltaRequest>,
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
-        let received = SidecarRequest {
-            token: request.session_token,
-            base: request.base_snapshot,
-            snapshot: request.target_snapshot,
-            offset: request.starting_byte_offset as i64,
-        };
-        self.play(received, of_session)
+        let names = [request.session_token, request.base_snapshot, request.target_snapshot];
+        self.play(names, request.starting_byte_offset as i64, of_session)
     }
 }

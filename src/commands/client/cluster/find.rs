@@ -1,14 +1,12 @@
 //! From the name of a VolumeSnapshot to the service that lists its blocks: VolumeSnapshot,
 //! VolumeSnapshotContent, driver, SnapshotMetadataService.
 
-use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::ListParams;
 use kube::{Api, Client};
-use serde::de::DeserializeOwned;
 
 use super::failure::{Failure, Retry};
 use super::wire::Place;
@@ -97,12 +95,7 @@ impl Finder {
 
     /// The CSI driver that holds a snapshot, and the snapshot's size in bytes, if known.
     pub async fn target(&self, snapshot: &str) -> Result<(String, Option<u64>), Failure> {
-        let what = self.what(snapshot);
-        if !name::is_object(snapshot) {
-            return Err(no_name(snapshot, ""));
-        }
-        let found = get(&self.snapshots(), &what, snapshot).await?;
-        let content = self.content(&what, &found).await?;
+        let (_, found, content) = self.found(snapshot).await?;
         let claim = found.spec.source.persistent_volume_claim_name;
         let size = match (restore_size(&content), claim) {
             (None, Some(claim)) => {
@@ -162,12 +155,7 @@ impl Finder {
 
     /// A snapshot that is ready to use.
     pub async fn snapshot(&self, snapshot: &str) -> Result<Snapshot, Failure> {
-        let what = self.what(snapshot);
-        if !name::is_object(snapshot) {
-            return Err(no_name(snapshot, ""));
-        }
-        let found = get(&self.snapshots(), &what, snapshot).await?;
-        let content = self.content(&what, &found).await?;
+        let (what, found, content) = self.found(snapshot).await?;
         let not_ready =
             || Failure::new(Retry::Always, anyhow!("{what} is not ready to use; repeat later"));
         let handle = content.ready_handle().ok_or_else(not_ready)?.to_owned();
@@ -188,6 +176,20 @@ impl Finder {
             is_bound_to_filesystem: mode == Some("Filesystem"),
             what,
         })
+    }
+
+    /// A VolumeSnapshot with what messages call it, and its content.
+    async fn found(
+        &self,
+        snapshot: &str,
+    ) -> Result<(String, VolumeSnapshot, VolumeSnapshotContent), Failure> {
+        let what = self.what(snapshot);
+        if !name::is_object(snapshot) {
+            return Err(no_name(snapshot, ""));
+        }
+        let found = call(&what, self.snapshots().get(snapshot)).await?;
+        let content = self.content(&what, &found).await?;
+        Ok((what, found, content))
     }
 
     pub fn snapshots(&self) -> Api<VolumeSnapshot> {
@@ -215,8 +217,8 @@ impl Finder {
             ));
         };
         let content_what = format!("VolumeSnapshotContent {name}");
-        let content: VolumeSnapshotContent =
-            get(&Api::all(self.client.clone()), &content_what, &name).await?;
+        let contents: Api<VolumeSnapshotContent> = Api::all(self.client.clone());
+        let content = call(&content_what, contents.get(&name)).await?;
         if !content.belongs_to(snapshot) {
             let error = anyhow!("{content_what} is not bound to {what}");
             return Err(Failure::new(Retry::Always, error));
@@ -272,14 +274,6 @@ fn only(
             )))
         }
     }
-}
-
-async fn get<K: Clone + DeserializeOwned + Debug>(
-    api: &Api<K>,
-    what: &str,
-    name: &str,
-) -> Result<K, Failure> {
-    call(what, api.get(name)).await
 }
 
 /// `None` without the object or its kind: the 404 for an unknown kind is no JSON.

@@ -71,7 +71,7 @@ const TOKEN_EXPIRY: Duration = Duration::from_secs(600);
 const MAX_LIFETIME: i64 = 315_360_000;
 
 /// How to list through Kubernetes; every other flag requires `--namespace`.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Default, Args)]
 pub struct ClusterArgs {
     /// Namespace of the VolumeSnapshots, which are then identified by name
     #[arg(long, short, value_parser = name::object, help_heading = HEADING)]
@@ -118,9 +118,10 @@ pub struct ClusterArgs {
 }
 
 /// An API that lists blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 enum Api {
     /// The driver's sidecar, with a ServiceAccount's token; alone supports --base-id
+    #[default]
     Metadata,
     /// The driver's sidecar, with the token of a snapshot session
     Session,
@@ -151,22 +152,7 @@ impl ClusterArgs {
         kubeconfig: Option<PathBuf>,
         token_file: Option<PathBuf>,
     ) -> Self {
-        Self {
-            namespace: Some(namespace),
-            kubeconfig,
-            context: None,
-            api: Api::Metadata,
-            service_account: None,
-            service_account_namespace: None,
-            token_expiry: None,
-            token_file,
-            lifetime: None,
-            session: None,
-            page_size: None,
-            secret: None,
-            address: None,
-            base_is_handle: false,
-        }
+        Self { namespace: Some(namespace), kubeconfig, token_file, ..Self::default() }
     }
 
     fn user(&self) -> client::User<'_> {
@@ -270,9 +256,9 @@ pub async fn list<C: Consumer>(
     }
     let listing = Listing { namespace: &namespace, query, window, consumer };
     match args.api {
-        Api::Metadata => list_metadata(options, args, listing).await,
-        Api::Session => list_session(options, args, listing).await,
-        Api::Aggregated => list_aggregated(options, args, listing).await,
+        Api::Metadata => listing.by_metadata(options, args).await,
+        Api::Session => listing.in_session(options, args).await,
+        Api::Aggregated => listing.aggregated(options, args).await,
     }
 }
 
@@ -284,73 +270,65 @@ struct Listing<'a, C> {
     consumer: C,
 }
 
-async fn list_metadata<C: Consumer>(
-    options: &Options,
-    args: ClusterArgs,
-    listing: Listing<'_, C>,
-) -> Result<C::Output> {
-    let Listing { namespace, query, window, consumer } = listing;
-    in_time(options, async |deadline| {
-        let client = connect(args.user()).await?;
-        let tokens = match args.token_file {
-            Some(path) => Tokens::file(path),
-            None => {
-                let home = args.service_account_namespace.unwrap_or_else(|| namespace.to_owned());
-                let account = args.service_account.map(|name| (home, name));
-                let expiry = args.token_expiry.unwrap_or(TOKEN_EXPIRY);
-                Tokens::requested(client.clone(), account, expiry)
-            }
+impl<C: Consumer> Listing<'_, C> {
+    async fn by_metadata(self, options: &Options, args: ClusterArgs) -> Result<C::Output> {
+        let Self { namespace, query, window, consumer } = self;
+        in_time(options, async |deadline| {
+            let client = connect(args.user()).await?;
+            let tokens = match args.token_file {
+                Some(path) => Tokens::file(path),
+                None => {
+                    let home =
+                        args.service_account_namespace.unwrap_or_else(|| namespace.to_owned());
+                    let account = args.service_account.map(|name| (home, name));
+                    let expiry = args.token_expiry.unwrap_or(TOKEN_EXPIRY);
+                    Tokens::requested(client.clone(), account, expiry)
+                }
+            };
+            let finder = Finder::new(client, namespace, args.address);
+            let limits = Limits { deadline, timeout: options.timeout };
+            let metadata = Metadata::new(finder, tokens, query, window, deadline)
+                .base_by_handle(args.base_is_handle);
+            consumer.consume(BlockMap::new(Resuming::new(metadata, limits))).await
+        })
+        .await
+    }
+
+    async fn in_session(self, options: &Options, args: ClusterArgs) -> Result<C::Output> {
+        let Self { namespace, query, window, consumer } = self;
+        let portion = Portion::try_from(window)?;
+        let snapshots = session::snapshots(&query)?;
+        let which = match args.session.clone() {
+            Some(name) => Which::Existing(name),
+            None => Which::Own(SnapshotSessionRequestSpec {
+                snapshots,
+                lifetime_seconds: args.lifetime,
+            }),
         };
-        let finder = Finder::new(client, namespace, args.address);
-        let limits = Limits { deadline, timeout: options.timeout };
-        let metadata = Metadata::new(finder, tokens, query, window, deadline)
-            .base_by_handle(args.base_is_handle);
-        consumer.consume(BlockMap::new(Resuming::new(metadata, limits))).await
-    })
-    .await
-}
+        let stop = Stop::listen(options)?;
+        let _shown = progress::start("waiting for the session", options.print.quiet);
+        let client = connect(args.user()).await?;
+        let limits = Limits { deadline: stop.deadline(), timeout: options.timeout };
+        let requests = Requests::new(client, namespace, which, args.address, limits);
+        within(&stop, requests, async |requests: &mut Requests| {
+            let session = Session::new(requests, query, portion);
+            consumer.consume(BlockMap::new(Resuming::new(session, limits))).await
+        })
+        .await
+    }
 
-async fn list_session<C: Consumer>(
-    options: &Options,
-    args: ClusterArgs,
-    listing: Listing<'_, C>,
-) -> Result<C::Output> {
-    let Listing { namespace, query, window, consumer } = listing;
-    let portion = Portion::try_from(window)?;
-    let snapshots = session::snapshots(&query)?;
-    let which = match args.session.clone() {
-        Some(name) => Which::Existing(name),
-        None => {
-            Which::Own(SnapshotSessionRequestSpec { snapshots, lifetime_seconds: args.lifetime })
-        }
-    };
-    let stop = Stop::listen(options)?;
-    let _shown = progress::start("waiting for the session", options.print.quiet);
-    let client = connect(args.user()).await?;
-    let limits = Limits { deadline: stop.deadline(), timeout: options.timeout };
-    let requests = Requests::new(client, namespace, which, args.address, limits);
-    within(&stop, requests, async |requests: &mut Requests| {
-        let session = Session::new(requests, query, portion);
-        consumer.consume(BlockMap::new(Resuming::new(session, limits))).await
-    })
-    .await
-}
-
-async fn list_aggregated<C: Consumer>(
-    options: &Options,
-    args: ClusterArgs,
-    listing: Listing<'_, C>,
-) -> Result<C::Output> {
-    let Listing { namespace, query, window, consumer } = listing;
-    let paging = Paging { size: args.page_size.unwrap_or(0), secret: args.secret.clone() };
-    in_time(options, async |deadline| {
-        let limits = Limits { deadline, timeout: options.timeout };
-        // The listing retries by itself and reports that.
-        let client = client::connect_as_user_once(args.user(), PAGES).await?;
-        let source = Aggregated::new(client, namespace, &query, window, paging)?;
-        consumer.consume(BlockMap::new(Resuming::new(source, limits))).await
-    })
-    .await
+    async fn aggregated(self, options: &Options, args: ClusterArgs) -> Result<C::Output> {
+        let Self { namespace, query, window, consumer } = self;
+        let paging = Paging { size: args.page_size.unwrap_or(0), secret: args.secret.clone() };
+        in_time(options, async |deadline| {
+            let limits = Limits { deadline, timeout: options.timeout };
+            // The listing retries by itself and reports that.
+            let client = client::connect_as_user_once(args.user(), PAGES).await?;
+            let source = Aggregated::new(client, namespace, &query, window, paging)?;
+            consumer.consume(BlockMap::new(Resuming::new(source, limits))).await
+        })
+        .await
+    }
 }
 
 /// The VolumeSnapshots that a query names, the base first. `context`: why they are identified by

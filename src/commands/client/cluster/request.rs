@@ -20,6 +20,7 @@ use kubernetes::client::WATCH;
 use kubernetes::session::{
     SessionState, SnapshotSessionRequest, SnapshotSessionRequestSpec, SnapshotSessionRequestStatus,
 };
+use telemetry::task;
 
 /// Prefix of the names of requests.
 pub const NAME_PREFIX: &str = "csi-loopback-";
@@ -140,7 +141,7 @@ impl Requests {
         };
         let creation = created.creation.get_or_insert_with(|| {
             let request = SnapshotSessionRequest::new(&created.name, spec);
-            tokio::spawn(create(self.api.clone(), self.namespace.clone(), request))
+            task::spawn(create(self.api.clone(), self.namespace.clone(), request))
         });
         let outcome = creation.await;
         created.creation = None;

@@ -6,7 +6,6 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::Instant;
 use tonic::Code;
 
 use super::super::block_map::{Query, Window};
@@ -15,7 +14,7 @@ use super::fake_sidecar::{Cluster, End, Fate, Script, SidecarRequest, WATCH, req
 use super::request::{NAME_PREFIX, Requests, Which};
 use super::resume::Resuming;
 use super::session::{Portion, Session, snapshots};
-use super::tests::{K, allocated, delta, error_text, read, script};
+use super::tests::{K, MINUTE, allocated, delta, error_text, limits, read, script};
 use super::{Limits, within};
 use grpc::proto::snapshotmetadata::BlockMetadataType;
 use kubernetes::session::SnapshotSessionRequestSpec;
@@ -24,11 +23,9 @@ type Extents = Vec<(i64, i64)>;
 
 const UNAVAILABLE: End = End::Code(Code::Unavailable);
 const EXPIRED: End = End::Code(Code::Unauthenticated);
-const MINUTE: Duration = Duration::from_secs(60);
 
-fn requests(cluster: &Cluster, which: Which, timeout: Duration) -> Requests {
-    let limits = Limits { deadline: Instant::now() + timeout, timeout };
-    Requests::new(cluster.client(), "shop", which, None, limits)
+fn requests(cluster: &Cluster, which: Which) -> Requests {
+    Requests::new(cluster.client(), "shop", which, None, limits(MINUTE))
 }
 
 fn own(query: &Query) -> Which {
@@ -82,17 +79,6 @@ async fn a_session_is_created_used_by_name_and_deleted() {
         let deleted = format!("DELETE {}/{NAME_PREFIX}", request_path(""));
         assert_eq!(count(&cluster, &deleted), 1);
     }
-}
-
-#[tokio::test]
-async fn a_request_names_the_snapshots_and_the_lifetime() {
-    let cluster = Cluster::with_sessions(Vec::new(), &[Fate::Ignored]).await;
-    let mut requests = requests(&cluster, own(&delta("a")), Duration::from_millis(400));
-    assert!(requests.open().await.is_err());
-    let made = cluster.requests().into_values().next().unwrap();
-    assert_eq!(made["spec"], json!({ "snapshots": ["a", "b"], "lifetimeSeconds": 60 }));
-    requests.end().await.unwrap();
-    assert!(cluster.requests().is_empty());
 }
 
 #[tokio::test]
@@ -244,7 +230,7 @@ async fn a_request_with_a_late_or_lost_response_is_deleted() {
     // Late: the creation runs when the command ends.
     let cluster = Cluster::with_sessions(Vec::new(), &[Fate::Ready("t")]).await;
     cluster.delay(Duration::from_millis(200));
-    let mut late = requests(&cluster, own(&allocated()), MINUTE);
+    let mut late = requests(&cluster, own(&allocated()));
     let cancelled = tokio::time::timeout(Duration::from_millis(50), late.open()).await;
     assert!(cancelled.is_err() && cluster.requests().is_empty());
     late.end().await.unwrap();
@@ -255,9 +241,10 @@ async fn a_request_with_a_late_or_lost_response_is_deleted() {
     // Lost: the request exists and the response is an error. The next attempt finds it.
     let cluster = Cluster::with_sessions(Vec::new(), &[Fate::Ready("t")]).await;
     cluster.lose_next_response();
-    let mut lost = requests(&cluster, own(&allocated()), MINUTE);
+    let mut lost = requests(&cluster, own(&delta("a")));
     assert!(lost.open().await.is_err());
-    assert_eq!(cluster.requests().len(), 1);
+    let made = cluster.requests().into_values().next().unwrap();
+    assert_eq!(made["spec"], json!({ "snapshots": ["a", "b"], "lifetimeSeconds": 60 }));
     let Ok(granted) = lost.open().await else { panic!("no session") };
     assert_eq!(granted.token, "t");
     assert_eq!((cluster.requests().len(), count(&cluster, "POST")), (1, 2));
@@ -271,10 +258,8 @@ async fn a_refused_request_is_reported_and_not_deleted() {
         let cluster = Cluster::with_sessions(Vec::new(), &[]).await;
         cluster.fail(&request_path(""), code);
         let error_text = error_text(in_session(&cluster, allocated()).await);
-        assert!(
-            error_text.starts_with("SnapshotSessionRequest shop/") && error_text.contains(why),
-            "{error_text}"
-        );
+        assert!(error_text.starts_with("SnapshotSessionRequest shop/"), "{error_text}");
+        assert!(error_text.contains(why), "{error_text}");
         assert_eq!(count(&cluster, "DELETE"), 0);
     }
 }
@@ -283,7 +268,7 @@ async fn a_refused_request_is_reported_and_not_deleted() {
 async fn a_deletion_is_retried_and_a_refusal_names_the_request() {
     for (code, remains) in [(503, false), (403, true)] {
         let cluster = Cluster::with_sessions(Vec::new(), &[Fate::Ready("secret")]).await;
-        let mut requests = requests(&cluster, own(&allocated()), MINUTE);
+        let mut requests = requests(&cluster, own(&allocated()));
         assert!(requests.open().await.is_ok());
         let path = cluster.requests().into_keys().next().unwrap();
         cluster.fail(&path, code);
@@ -310,8 +295,7 @@ async fn only_the_authorities_of_the_session_are_trusted() {
     let stop = Stop::unsignalled(MINUTE);
     let given = Which::Existing("given".to_owned());
     let error_text = error_text(list(&cluster, given, allocated(), &stop).await);
-    assert!(
-        error_text.contains("TLS with") && error_text.contains("SnapshotSessionRequest shop/given")
-    );
+    assert!(error_text.contains("TLS with"), "{error_text}");
+    assert!(error_text.contains("SnapshotSessionRequest shop/given"), "{error_text}");
     assert!(!error_text.contains("secret") && cluster.sidecar_requests().is_empty());
 }

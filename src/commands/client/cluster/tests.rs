@@ -22,6 +22,7 @@ use grpc::proto::snapshotmetadata::BlockMetadataType;
 use storage::Extent;
 
 pub const K: i64 = 4096;
+pub const MINUTE: Duration = Duration::from_secs(60);
 
 pub fn allocated() -> Query {
     Query::Allocated { snapshot: "b".to_owned() }
@@ -31,17 +32,35 @@ pub fn delta(base: &str) -> Query {
     Query::Delta { base: base.to_owned(), target: "b".to_owned() }
 }
 
-fn source(cluster: &Cluster, query: Query, offset: i64, timeout: Duration) -> Resuming<Metadata> {
-    let limits = Limits { deadline: Instant::now() + timeout, timeout };
-    Resuming::new(metadata(cluster, query, offset, limits), limits)
+pub fn limits(timeout: Duration) -> Limits {
+    Limits { deadline: Instant::now() + timeout, timeout }
 }
 
-fn metadata(cluster: &Cluster, query: Query, offset: i64, limits: Limits) -> Metadata {
+/// `address` replaces that of the service.
+fn metadata(cluster: &Cluster, query: Query, offset: i64, address: Option<String>) -> Metadata {
     let account = Some(("shop".to_owned(), "backup".to_owned()));
     let tokens = Tokens::requested(cluster.client(), account, Duration::from_secs(600));
-    let finder = Finder::new(cluster.client(), "shop", None);
+    let finder = Finder::new(cluster.client(), "shop", address);
     let window = Window { starting_offset: offset, max_results: 0 };
-    Metadata::new(finder, tokens, query, window, limits.deadline)
+    Metadata::new(finder, tokens, query, window, limits(MINUTE).deadline)
+}
+
+fn source(metadata: Metadata) -> Resuming<Metadata> {
+    Resuming::new(metadata, limits(MINUTE))
+}
+
+async fn list(cluster: &Cluster, query: Query) -> Result<Vec<(i64, i64)>> {
+    read(source(metadata(cluster, query, 0, None))).await
+}
+
+async fn refused(cluster: &Cluster, query: Query) -> String {
+    error_text(list(cluster, query).await)
+}
+
+/// The error of a listing with little time.
+async fn refused_soon(cluster: &Cluster) -> String {
+    let metadata = metadata(cluster, allocated(), 0, None);
+    error_text(read(Resuming::new(metadata, limits(Duration::from_secs(1)))).await)
 }
 
 /// The extents of a complete listing, in units of 4 KiB.
@@ -58,14 +77,15 @@ pub async fn read(source: impl Source) -> Result<Vec<(i64, i64)>> {
 /// The listing that these scripts yield, and the requested offsets, in units of 4 KiB.
 async fn played(scripts: Vec<Script>) -> (Result<Vec<(i64, i64)>>, Vec<i64>) {
     let cluster = Cluster::new(scripts).await;
-    let extents = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+    let extents = list(&cluster, allocated()).await;
     (extents, cluster.sidecar_requests().iter().map(|request| request.offset / K).collect())
 }
 
 /// Messages of extents in units of 4 KiB.
 pub fn script(messages: &[&[(i64, i64)]], end: End) -> Script {
     let bytes = |message: &&[(i64, i64)]| message.iter().map(|(o, l)| (o * K, l * K)).collect();
-    Script { messages: messages.iter().map(bytes).collect(), ..Script::new(&[], end) }
+    let messages = messages.iter().map(bytes).collect();
+    Script { capacity: CAPACITY, style: BlockMetadataType::VariableLength, messages, end }
 }
 
 pub fn error_text(outcome: Result<Vec<(i64, i64)>>) -> String {
@@ -77,7 +97,8 @@ const UNAVAILABLE: End = End::Code(Code::Unavailable);
 #[tokio::test]
 async fn an_uninterrupted_listing_is_requested_once() {
     let cluster = Cluster::new(vec![script(&[&[(0, 1), (4, 2)], &[(9, 1)]], End::Whole)]).await;
-    let extents = read(source(&cluster, delta("a"), 2 * K, Duration::from_secs(60))).await.unwrap();
+    let listing = source(metadata(&cluster, delta("a"), 2 * K, None));
+    let extents = read(listing).await.unwrap();
     assert_eq!(extents, [(0, 1), (4, 2), (9, 1)]);
     let request = SidecarRequest {
         token: "token-1".to_owned(),
@@ -99,11 +120,13 @@ async fn an_interrupted_listing_resumes_where_it_broke() {
             script(&[&[(0, 1), (4, 2)]], end),
             script(&[], end),
             script(&[&[], &[(9, 1)]], end),
-            script(&[&[(12, 1)]], End::Whole),
+            script(&[&[(12, 1)]], end),
+            // No more messages.
+            script(&[], End::Whole),
         ])
         .await;
         assert_eq!(extents.unwrap(), [(0, 1), (4, 2), (9, 1), (12, 1)]);
-        assert_eq!(offsets, [0, 0, 0, 6, 6, 10]);
+        assert_eq!(offsets, [0, 0, 0, 6, 6, 10, 13]);
     }
 }
 
@@ -120,6 +143,10 @@ async fn extents_repeated_by_a_rounded_offset_are_dropped() {
         assert_eq!(extents.unwrap(), [(0, 1), (4, 1), (5, 1), (6, 1), (7, 3), (20, 1)]);
         assert_eq!(offsets, [0, 6, 7]);
     }
+    // The order is checked within the new stream, too.
+    let again = script(&[&[(4, 1)], &[(0, 1)]], End::Whole);
+    let (extents, _) = played(vec![script(&[&[(5, 1)]], UNAVAILABLE), again]).await;
+    assert!(error_text(extents).contains("out of order"));
 }
 
 #[tokio::test]
@@ -130,13 +157,6 @@ async fn a_listing_that_broke_after_the_last_byte_is_complete() {
     assert_eq!(offsets, [0]);
     let (extents, _) = played(vec![script(&[&[(last, 1)]], End::Code(Code::Internal))]).await;
     assert!(error_text(extents).starts_with("INTERNAL"));
-}
-
-#[tokio::test]
-async fn a_resumed_listing_may_have_no_more_messages() {
-    let (extents, _) =
-        played(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[], End::Whole)]).await;
-    assert_eq!(extents.unwrap(), [(0, 1)]);
 }
 
 #[tokio::test]
@@ -161,7 +181,7 @@ async fn a_stream_without_messages_is_an_empty_listing() {
             let path = "/api/v1/namespaces/shop/persistentvolumeclaims/data";
             cluster.put(path, json!({ "status": status }));
         }
-        let mut map = BlockMap::new(source(&cluster, allocated(), 0, Duration::from_secs(60)));
+        let mut map = BlockMap::new(source(metadata(&cluster, allocated(), 0, None)));
         assert!(map.next().await.unwrap().is_none());
         let shape = map.shape().unwrap();
         assert_eq!(shape.capacity_bytes, size, "{status}");
@@ -174,8 +194,7 @@ async fn a_content_of_another_snapshot_is_refused() {
     let cluster = Cluster::new(vec![script(&[], End::Whole)]).await;
     let status = json!({ "boundVolumeSnapshotContentName": "content-a" });
     cluster.put(&snapshot_path("b"), json!({ "spec": { "source": {} }, "status": status }));
-    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(1))).await;
-    let error_text = error_text(outcome);
+    let error_text = refused_soon(&cluster).await;
     assert!(error_text.contains("content-a is not bound to VolumeSnapshot shop/b"), "{error_text}");
 }
 
@@ -187,7 +206,7 @@ async fn a_base_with_a_change_id_is_sent_by_it() {
     let status = json!({ "boundVolumeSnapshotContentName": "content-a" });
     let object = json!({ "metadata": metadata, "spec": { "source": {} }, "status": status });
     cluster.put(&snapshot_path("a"), object);
-    read(source(&cluster, delta("a"), 0, Duration::from_secs(60))).await.unwrap();
+    list(&cluster, delta("a")).await.unwrap();
     assert_eq!(cluster.sidecar_requests()[0].base, "52 21/7");
 }
 
@@ -213,37 +232,34 @@ async fn an_expired_token_is_renewed_and_a_refused_one_is_not() {
         script(&[&[(2, 1)]], End::Whole),
     ])
     .await;
-    let extents = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await.unwrap();
-    assert_eq!(extents, [(0, 1), (1, 1), (2, 1)]);
+    assert_eq!(list(&cluster, allocated()).await.unwrap(), [(0, 1), (1, 1), (2, 1)]);
     let tokens: Vec<_> =
         cluster.sidecar_requests().into_iter().map(|request| request.token).collect();
     assert_eq!(tokens, ["token-1", "token-2", "token-3", "token-4"]);
 
-    // Neither at the start nor after a failure without progress does another token help.
-    let (extents, offsets) = played(vec![script(&[], expired)]).await;
-    let first_error = error_text(extents);
-    assert!(first_error.starts_with("UNAUTHENTICATED: scripted; the token of ServiceAccount"));
-    assert!(!first_error.contains("token-1"), "{first_error}");
-    assert_eq!(offsets, [0]);
-    let (extents, offsets) =
-        played(vec![script(&[&[(0, 1)]], expired), script(&[], expired)]).await;
-    assert!(error_text(extents).starts_with("UNAUTHENTICATED"));
-    assert_eq!(offsets, [0, 1]);
+    let (extents, _) = played(vec![script(&[], expired)]).await;
+    let error_text = error_text(extents);
+    assert!(error_text.starts_with("UNAUTHENTICATED: scripted; the token of ServiceAccount"));
+    assert!(!error_text.contains("token-1"), "{error_text}");
 }
 
 #[tokio::test]
-async fn a_listing_beyond_the_sidecars_time_limit_resumes() {
-    let too_long = End::Code(Code::DeadlineExceeded);
-    let (extents, offsets) = played(vec![
-        script(&[&[(0, 1)]], too_long),
-        script(&[&[(1, 1)]], too_long),
-        script(&[&[(2, 1)]], End::Whole),
-    ])
-    .await;
-    assert_eq!(extents.unwrap(), [(0, 1), (1, 1), (2, 1)]);
-    assert_eq!(offsets, [0, 1, 2]);
-    let (extents, _) = played(vec![script(&[&[(0, 1)]], too_long), script(&[], too_long)]).await;
-    assert!(error_text(extents).starts_with("DEADLINE_EXCEEDED"));
+async fn after_a_token_or_time_limit_only_progress_helps() {
+    for code in [Code::Unauthenticated, Code::DeadlineExceeded] {
+        let end = End::Code(code);
+        let part = |offset| script(&[&[(offset, 1)]], end);
+        let whole = script(&[&[(2, 1)]], End::Whole);
+        let (extents, offsets) = played(vec![part(0), part(1), whole]).await;
+        assert_eq!(extents.unwrap(), [(0, 1), (1, 1), (2, 1)]);
+        assert_eq!(offsets, [0, 1, 2]);
+        let none = script(&[], end);
+        for scripts in [vec![none.clone()], vec![part(0), none]] {
+            let count = scripts.len();
+            let (extents, offsets) = played(scripts).await;
+            assert!(error_text(extents).starts_with(grpc::code_name(code)));
+            assert_eq!(offsets.len(), count);
+        }
+    }
 }
 
 #[tokio::test]
@@ -254,10 +270,8 @@ async fn other_codes_end_the_listing_at_once() {
         }
         let (extents, offsets) = played(vec![script(&[&[(0, 1)]], End::Code(code))]).await;
         let error_text = error_text(extents);
-        assert!(
-            error_text.starts_with(&format!("{}: scripted", grpc::code_name(code))),
-            "{error_text}"
-        );
+        let expected = format!("{}: scripted", grpc::code_name(code));
+        assert!(error_text.starts_with(&expected), "{error_text}");
         assert_eq!(offsets, [0], "{code:?}");
     }
 }
@@ -265,8 +279,7 @@ async fn other_codes_end_the_listing_at_once() {
 #[tokio::test]
 async fn attempts_end_with_the_time_and_name_the_last_error() {
     let cluster = Cluster::new(vec![script(&[], UNAVAILABLE); 9]).await;
-    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(1))).await;
-    let error_text = error_text(outcome);
+    let error_text = refused_soon(&cluster).await;
     assert!(error_text.contains("set a longer --timeout; UNAVAILABLE: scripted"), "{error_text}");
     // The pauses grow.
     assert!(cluster.sidecar_requests().len() < 6, "{:?}", cluster.sidecar_requests());
@@ -277,7 +290,7 @@ async fn a_sidecar_with_a_new_address_and_authority_is_found() {
     let cluster =
         Cluster::new(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[&[(1, 1)]], End::Whole)])
             .await;
-    let mut map = BlockMap::new(source(&cluster, allocated(), 0, Duration::from_secs(60)));
+    let mut map = BlockMap::new(source(metadata(&cluster, allocated(), 0, None)));
     assert_eq!(map.next().await.unwrap().unwrap().len(), 1);
     let (address, ca) = cluster.start_sidecar().await;
     let old = service(&address, &Cluster::new(Vec::new()).await.start_sidecar().await.1);
@@ -306,8 +319,7 @@ async fn only_the_authorities_of_the_service_are_trusted() {
         (&address, "nothing", "caCert"),
     ] {
         cluster.put(&service_path(DRIVER), service(address, ca));
-        let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-        let error_text = error_text(outcome);
+        let error_text = refused(&cluster, allocated()).await;
         assert!(error_text.contains(why), "{error_text}");
     }
 }
@@ -318,27 +330,19 @@ async fn another_address_must_have_the_services_certificate() {
     let (address, ca) = cluster.start_sidecar().await;
     let port = address.rsplit(':').next().unwrap();
     cluster.put(&service_path(DRIVER), service("localhost:1", &ca));
-    let account = Some(("shop".to_owned(), "backup".to_owned()));
-    let tokens = Tokens::requested(cluster.client(), account, Duration::from_secs(600));
-    let finder = Finder::new(cluster.client(), "shop", Some(format!("127.0.0.1:{port}")));
-    let timeout = Duration::from_secs(60);
-    let limits = Limits { deadline: Instant::now() + timeout, timeout };
-    let metadata = Metadata::new(finder, tokens, allocated(), Window::default(), limits.deadline);
-    let source = Resuming::new(metadata, limits);
-    assert_eq!(read(source).await.unwrap(), [(0, 1)]);
+    let there = Some(format!("127.0.0.1:{port}"));
+    let listing = source(metadata(&cluster, allocated(), 0, there));
+    assert_eq!(read(listing).await.unwrap(), [(0, 1)]);
 }
 
 #[tokio::test]
-async fn a_base_name_is_sent_as_its_csi_handle() {
-    let cluster = Cluster::new(vec![script(&[&[]], End::Whole)]).await;
-    read(source(&cluster, delta("a"), 0, Duration::from_secs(60))).await.unwrap();
-    assert_eq!(cluster.sidecar_requests()[0].base, "handle-a");
+async fn a_base_without_a_name_is_not_sent() {
+    let cluster = Cluster::new(Vec::new()).await;
     for none in ["gone", "Handle/7"] {
-        let extents = read(source(&cluster, delta(none), 0, Duration::from_secs(60))).await;
-        let error_text = error_text(extents);
+        let error_text = refused(&cluster, delta(none)).await;
         assert!(error_text.contains(none) && error_text.contains("--base-id"), "{error_text}");
     }
-    assert_eq!(cluster.sidecar_requests().len(), 1, "the sidecar gets no unresolved base");
+    assert!(cluster.sidecar_requests().is_empty());
 }
 
 #[tokio::test]
@@ -346,10 +350,8 @@ async fn a_deleted_base_is_sent_as_the_handle_of_base_id() {
     // `a` is also the name of a VolumeSnapshot, which is not looked up.
     for handle in ["gone", "Handle/7", "a"] {
         let cluster = Cluster::new(vec![script(&[&[]], End::Whole)]).await;
-        let timeout = Duration::from_secs(60);
-        let limits = Limits { deadline: Instant::now() + timeout, timeout };
-        let metadata = metadata(&cluster, delta(handle), 0, limits).base_by_handle(true);
-        read(Resuming::new(metadata, limits)).await.unwrap();
+        let metadata = metadata(&cluster, delta(handle), 0, None).base_by_handle(true);
+        read(source(metadata)).await.unwrap();
         assert_eq!(cluster.sidecar_requests()[0].base, handle);
     }
 }
@@ -365,13 +367,11 @@ async fn a_service_without_the_drivers_name_is_found_by_label() {
     };
     for (names, why) in [(&[][..], "no SnapshotMetadataService"), (&["one", "two"], "one, two")] {
         cluster.put(&service_path(""), listed(names));
-        let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-        let error_text = error_text(outcome);
+        let error_text = refused(&cluster, allocated()).await;
         assert!(error_text.contains(why), "{error_text}");
     }
     cluster.put(&service_path(""), listed(&["other-name"]));
-    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-    assert_eq!(outcome.unwrap(), [(0, 1)]);
+    assert_eq!(list(&cluster, allocated()).await.unwrap(), [(0, 1)]);
     let selector = "labelSelector=cbt.storage.k8s.io%2Fdriver%3Dd.example";
     assert!(cluster.calls().iter().any(|call| call.contains(selector)), "{:?}", cluster.calls());
 }
@@ -388,8 +388,7 @@ async fn a_refusal_of_the_api_server_ends_the_listing_at_once() {
     ] {
         for code in [403, 503] {
             cluster.fail(path, code);
-            let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-            let error_text = error_text(outcome);
+            let error_text = refused(&cluster, allocated()).await;
             assert!(error_text.starts_with(what) && error_text.contains("fails"), "{error_text}");
             assert_eq!(error_text.contains("RBAC"), code == 403, "{error_text}");
         }
@@ -408,8 +407,7 @@ async fn an_unbound_snapshot_is_awaited() {
         let status = json!({ "boundVolumeSnapshotContentName": "content-b" });
         binding.put(&snapshot_path("b"), json!({ "spec": { "source": {} }, "status": status }));
     });
-    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
-    assert_eq!(outcome.unwrap(), [(0, 1)]);
+    assert_eq!(list(&cluster, allocated()).await.unwrap(), [(0, 1)]);
 }
 
 #[tokio::test]

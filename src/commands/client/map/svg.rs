@@ -60,18 +60,16 @@ fn draw(out: &mut String, row: &Row, scale: u64, left: usize, top: usize) {
     let share = format::percent(bytes, capacity);
     let share = format!("{share}  {}  {created}", quantity::format(bytes));
     let (share, baseline) = (escape(share.trim_end()), top + 14);
-    push(out, format_args!("<text x=\"8\" y=\"{baseline}\">{label}</text>\n"));
+    let _ = writeln!(out, "<text x=\"8\" y=\"{baseline}\">{label}</text>");
     let x = left + CELLS * CELL + 8;
-    push(out, format_args!("<text x=\"{x}\" y=\"{baseline}\">{share}</text>\n"));
+    let _ = writeln!(out, "<text x=\"{x}\" y=\"{baseline}\">{share}</text>");
     for run in runs(row, scale) {
         let (x, width) = (left + run.first * CELL, run.cells * CELL);
         let (height, color, title) = (ROW - 4, run.color, run.title);
-        push(
+        let _ = writeln!(
             out,
-            format_args!(
-                "<rect x=\"{x}\" y=\"{top}\" width=\"{width}\" height=\"{height}\" fill=\"{color}\">\
-                 <title>{title}</title></rect>\n"
-            ),
+            "<rect x=\"{x}\" y=\"{top}\" width=\"{width}\" height=\"{height}\" fill=\"{color}\">\
+             <title>{title}</title></rect>"
         );
     }
 }
@@ -111,11 +109,9 @@ fn axis(out: &mut String, scale: u64, left: usize) {
     for quarter in 0..=4_usize {
         let x = left + CELLS * CELL / 4 * quarter;
         let text = quantity::format(scale / 4 * quarter as u64);
-        push(
+        let _ = writeln!(
             out,
-            format_args!(
-                "<text x=\"{x}\" y=\"18\" text-anchor=\"middle\" fill=\"#555\">{text}</text>\n"
-            ),
+            "<text x=\"{x}\" y=\"18\" text-anchor=\"middle\" fill=\"#555\">{text}</text>"
         );
     }
 }
@@ -127,24 +123,17 @@ fn legend(out: &mut String, top: usize) {
         for (offset, colors) in [(0, ALLOCATED), (14, CHANGED)] {
             if let Some(color) = colors.get(index) {
                 let x = x + offset;
-                push(
+                let _ = writeln!(
                     out,
-                    format_args!(
-                        "<rect x=\"{x}\" y=\"{top}\" width=\"12\" height=\"12\" fill=\"{color}\"/>\n"
-                    ),
+                    "<rect x=\"{x}\" y=\"{top}\" width=\"12\" height=\"12\" fill=\"{color}\"/>"
                 );
             }
         }
         let x = x + 32;
-        push(out, format_args!("<text x=\"{x}\" y=\"{baseline}\">{meaning}</text>\n"));
+        let _ = writeln!(out, "<text x=\"{x}\" y=\"{baseline}\">{meaning}</text>");
     }
     let baseline = top + 11;
-    push(out, format_args!("<text x=\"8\" y=\"{baseline}\">allocated, changed</text>\n"));
-}
-
-fn push(out: &mut String, text: std::fmt::Arguments<'_>) {
-    // Writing to a String does not fail.
-    let _ = out.write_fmt(text);
+    let _ = writeln!(out, "<text x=\"8\" y=\"{baseline}\">allocated, changed</text>");
 }
 
 pub fn escape(text: &str) -> String {
@@ -170,10 +159,8 @@ mod tests {
         let name = "snapshot-0b6e6a2c-95a7-4b0c-a4bb-0f8b1d1f2c3d";
         let text = svg(&[row(name, true, &[])]);
         let strip = text.lines().find(|line| line.contains("<rect x=\"4")).expect(&text);
-        assert!(
-            strip.starts_with(&format!("<rect x=\"{}\"", (name.len() + 8) * LETTER)),
-            "{strip}"
-        );
+        let room = (name.len() + 8) * LETTER;
+        assert!(strip.starts_with(&format!("<rect x=\"{room}\"")), "{strip}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
@@ -25,9 +25,7 @@ use super::{Options, format, names, progress};
 use grpc::proto::csi::v1 as csi;
 use report::Report;
 use storage::Extent;
-
-/// Time limit of the clean-up.
-const CLEAN_UP: Duration = Duration::from_secs(60);
+use telemetry::task;
 
 /// Messages of the listing to buffer while the devices are read.
 const MESSAGES: usize = 4;
@@ -202,17 +200,14 @@ async fn verify(
         target: target.snapshot_id.clone(),
     };
     // First: what the driver refuses to list needs no volumes.
-    let known = [base.as_ref(), Some(&target)].map(|one| one.map(names::Subject::of));
-    let [from, Some(to)] = &known else { bail!("no target") };
-    let map = names::listing(connection, from.as_ref(), to, Window::default());
+    let (from, to) = (base.as_ref().map(names::Subject::of), names::Subject::of(&target));
+    let map = names::listing(connection, from.as_ref(), &to, Window::default());
     let map = stop.wait(map).await?;
 
     let mut scratch = Scratch::new(&std::env::temp_dir())?;
-    let outcome =
-        prove(connection, stop, &mut scratch, [base.as_ref(), Some(&target)], map, sample);
-    let outcome = outcome.await;
-    let bounded = connection.until(tokio::time::Instant::now() + CLEAN_UP);
-    match (outcome, scratch.clean(&bounded).await) {
+    let snapshots = (base.as_ref(), &target);
+    let outcome = prove(connection, stop, &mut scratch, snapshots, map, sample).await;
+    match (outcome, scratch.clean(connection).await) {
         (Ok(comparison), cleaned) => Ok(Verified { subject, comparison, cleaned }),
         (Err(error), Ok(())) => Err(error),
         (Err(error), Err(remaining)) => Err(anyhow!("{error:#}; {remaining:#}")),
@@ -232,11 +227,10 @@ async fn prove<S: Source>(
     connection: &Connection,
     stop: &Stop,
     scratch: &mut Scratch,
-    [base, target]: [Option<&csi::Snapshot>; 2],
+    (base, target): (Option<&csi::Snapshot>, &csi::Snapshot),
     map: BlockMap<S>,
     sample: Sample,
 ) -> Result<Comparison> {
-    let target = target.context("no target")?;
     let size = names::size(target);
     if size.is_some() && base.is_some_and(|base| base.size_bytes > target.size_bytes) {
         bail!("BASE is larger than TARGET, but volumes only grow: swap the two");
@@ -279,7 +273,7 @@ impl Consumer for Proof {
             );
         }
         let (sender, receiver) = mpsc::channel(MESSAGES);
-        let reading = tokio::task::spawn_blocking({
+        let reading = task::blocking({
             let stop = stop.clone();
             move || read(&devices, capacity, Received::new(receiver), sample, &stop)
         });
@@ -390,6 +384,8 @@ impl Iterator for Received {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use tonic::Code;
 
     use super::super::fake_driver::Fake;
@@ -467,7 +463,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whichever_call_fails_nothing_remains() {
+    async fn whichever_call_fails_or_is_interrupted_nothing_remains() {
         for call in ["create_volume", "node_stage_volume", "node_publish_volume"] {
             for nth in [1, 2] {
                 // The call succeeds and its response is lost; the call is refused.
@@ -477,6 +473,11 @@ mod tests {
                     let error = check(&fake, &minutes()).await.err().unwrap();
                     assert!(format!("{error:#}").contains("injected"), "{call} {nth}: {error:#}");
                 }
+                let (signal, stop) = Stop::by_hand(Duration::from_secs(120));
+                let fake = driver(&[1], &[2], &[(0, 4096)]);
+                fake.signal_at(call, nth, signal);
+                let error = check(&fake, &stop).await.err().unwrap();
+                assert_eq!(error.to_string(), "interrupted", "{call} {nth}");
             }
         }
     }
@@ -491,31 +492,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_delta_that_ends_with_an_error_proves_nothing() {
-        let fake = driver(&[1], &[2], &[(0, 4096)]);
-        fake.fail("stream", 1, Code::Internal);
-        let error = check(&fake, &minutes()).await.err().unwrap();
-        assert_eq!(error.to_string(), "INTERNAL: injected");
-    }
-
-    #[tokio::test]
-    async fn a_listing_of_another_size_proves_nothing() {
-        let fake = driver(&[1, 1], &[1, 1], &[(0, 4096)]);
-        fake.claim_capacity(4096);
-        let error = check(&fake, &minutes()).await.err().unwrap();
-        assert!(error.to_string().contains("not the target's size"), "{error}");
-    }
-
-    #[tokio::test]
-    async fn an_interrupt_at_any_call_leaves_no_volume() {
-        for call in ["create_volume", "node_stage_volume", "node_publish_volume"] {
-            for nth in [1, 2] {
-                let (signal, stop) = Stop::by_hand(Duration::from_secs(120));
-                let fake = driver(&[1], &[2], &[(0, 4096)]);
-                fake.signal_at(call, nth, signal);
-                let error = check(&fake, &stop).await.err().unwrap();
-                assert_eq!(error.to_string(), "interrupted", "{call} {nth}");
-            }
+    async fn a_broken_delta_and_one_of_another_size_prove_nothing() {
+        let broken = driver(&[1], &[2], &[(0, 4096)]);
+        broken.fail("stream", 1, Code::Internal);
+        let short = driver(&[1, 1], &[1, 1], &[(0, 4096)]);
+        short.claim_capacity(4096);
+        for (fake, why) in [(broken, "INTERNAL: injected"), (short, "not the target's size")] {
+            let error = check(&fake, &minutes()).await.err().unwrap();
+            assert!(error.to_string().contains(why), "{error}");
         }
     }
 }

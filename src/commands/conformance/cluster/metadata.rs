@@ -13,7 +13,7 @@ use super::super::calls::Stop;
 use super::super::door::{Done, End, Failure, Fault, Query, Refusal, Sidecar, Stream, Window};
 use super::super::reading::{Reading, read};
 use super::ClusterDoor;
-use super::objects::{Kind, refusal};
+use super::objects::Kind;
 use crate::client::cluster::{LONGEST_MESSAGE, Place, Tokens, dial};
 use grpc::proto::snapshotmetadata as k8s;
 use k8s::snapshot_metadata_client::SnapshotMetadataClient;
@@ -38,19 +38,20 @@ impl Caller {
         Self { tokens: Tokens::requested(client, account, EXPIRY), current: None }
     }
 
+    /// A token for the sidecar.
     async fn token(&mut self, audience: &str) -> Done<String> {
         if let Some((token, since)) = &self.current
             && since.elapsed() < REUSE
         {
             return Ok(token.clone());
         }
-        let token = self.tokens.take(audience).await.map_err(|failure| refusal(&failure))?;
-        self.current = Some((token.secret.clone(), Instant::now()));
-        Ok(token.secret)
+        let token = self.token_for(audience).await?;
+        self.current = Some((token.clone(), Instant::now()));
+        Ok(token)
     }
 
-    async fn other_token(&mut self) -> Done<String> {
-        Ok(self.tokens.take(OTHER).await.map_err(|failure| refusal(&failure))?.secret)
+    async fn token_for(&mut self, audience: &str) -> Done<String> {
+        Ok(self.tokens.take(audience).await?.secret)
     }
 }
 
@@ -133,9 +134,7 @@ impl ClusterDoor {
     fn token_without_rights(&self) -> Done<String> {
         let name = format!("{}-no-rights", self.objects.run);
         let object = json!({ "metadata": { "name": name } });
-        let made = self.note(Kind::Account, &name);
-        let created = self.wait(self.objects.create::<ServiceAccount>(object));
-        self.created(&made, created)?;
+        self.create::<ServiceAccount>(Kind::Account, &name, object)?;
         let account = Some((self.objects.namespace.clone(), name));
         let mut caller = Caller::new(self.objects.client.clone(), account);
         self.wait(caller.token(&self.audience))
@@ -190,7 +189,7 @@ impl Sidecar for ClusterDoor {
             Fault::NoToken => String::new(),
             Fault::InvalidToken => altered(&self.token()?),
             Fault::OtherAudience => {
-                self.wait(async { self.caller.lock().await.other_token().await })?
+                self.wait(async { self.caller.lock().await.token_for(OTHER).await })?
             }
             Fault::NoRights => self.token_without_rights()?,
             Fault::NoNamespace => self.token()?,

@@ -16,7 +16,7 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -31,7 +31,7 @@ use super::world::lock;
 use crate::client::cluster::{Finder, Place, Service, call, capacity, connect};
 use kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotClass, VolumeSnapshotContent};
 use metadata::Caller;
-use objects::{Kind, Made, Objects, refusal};
+use objects::{Kind, Made, Object, Objects};
 
 /// How long a driver may take to make or remove an object.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -124,12 +124,14 @@ impl ClusterDoor {
         lock(&self.made).retain(|one| (one.kind, &one.name) != (made.kind, &made.name));
     }
 
-    /// Forgets an object that the API server refused to create.
-    fn created<T>(&self, made: &Made, outcome: Done<T>) -> Done<T> {
-        if matches!(outcome, Err(Refusal::Final(_))) {
-            self.forget(made);
+    /// Creates an object, and forgets it if the API server refused that.
+    fn create<K: Object>(&self, kind: Kind, name: &str, object: Value) -> Done<()> {
+        let made = self.note(kind, name);
+        let created = self.wait(self.objects.create::<K>(object));
+        if matches!(created, Err(Refusal::Final(_))) {
+            self.forget(&made);
         }
-        outcome
+        created.map(drop)
     }
 
     /// Deletes an object and waits until it is gone, also in the driver.
@@ -207,9 +209,7 @@ impl Door for ClusterDoor {
 
     fn make_volume(&self, name: &str, bytes: u64, source: Option<Source<'_>>) -> Done<Volume> {
         let claim = manifest::claim(name, bytes, &self.storage_class, source);
-        let made = self.note(Kind::Claim, name);
-        let created = self.wait(self.objects.create::<PersistentVolumeClaim>(claim));
-        self.created(&made, created)?;
+        self.create::<PersistentVolumeClaim>(Kind::Claim, name, claim)?;
         let size = match self.binds_late {
             true => bytes,
             false => self.wait(self.objects.until(name, "bound", PATIENCE, bound_size))?,
@@ -244,8 +244,7 @@ impl Door for ClusterDoor {
             let what = format!("grow PersistentVolumeClaim {}", volume.name);
             let patch = Patch::Merge(patch);
             let params = PatchParams::default();
-            let patched = call(&what, claims.patch(&volume.name, &params, &patch)).await;
-            patched.map_err(|failure| refusal(&failure))?;
+            call(&what, claims.patch(&volume.name, &params, &patch)).await?;
             self.objects
                 .until(&volume.name, "grown", PATIENCE, |claim| grown_size(claim, bytes))
                 .await
@@ -254,9 +253,7 @@ impl Door for ClusterDoor {
 
     fn snapshot(&self, volume: &Volume, name: &str) -> Done<Snapshot> {
         let object = manifest::snapshot(name, &volume.name, &self.snapshot_class);
-        let made = self.note(Kind::Snapshot, name);
-        let created = self.wait(self.objects.create::<VolumeSnapshot>(object));
-        self.created(&made, created)?;
+        self.create::<VolumeSnapshot>(Kind::Snapshot, name, object)?;
         self.wait(self.ready(name))
     }
 
@@ -306,8 +303,7 @@ impl ClusterDoor {
         let (content, annotation) = ready.await?;
         let contents: Api<VolumeSnapshotContent> = Api::all(self.objects.client.clone());
         let what = format!("VolumeSnapshotContent {content}");
-        let content = call(&what, contents.get(&content)).await;
-        let content = content.map_err(|failure| refusal(&failure))?;
+        let content = call(&what, contents.get(&content)).await?;
         let status = content.status.clone().unwrap_or_default();
         let size = status.restore_size.and_then(|size| u64::try_from(size).ok());
         let no_handle = || Refusal::Refused(format!("{what} has no handle"));

@@ -20,28 +20,15 @@ use super::super::door::{Done, Refusal};
 use super::manifest::RUN;
 use crate::client::cluster::removal::{request_deletion, until_gone};
 use crate::client::cluster::{Failure, Retry, call};
+use kubernetes::cache;
 use kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
 const POLL: Duration = Duration::from_millis(300);
 
 /// A kind of objects in a namespace.
-pub trait Object:
-    Resource<DynamicType = (), Scope = NamespaceResourceScope>
-    + Clone
-    + Debug
-    + DeserializeOwned
-    + Serialize
-{
-}
+pub trait Object: cache::Object + Resource<Scope = NamespaceResourceScope> + Serialize {}
 
-impl<K> Object for K where
-    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
-        + Clone
-        + Debug
-        + DeserializeOwned
-        + Serialize
-{
-}
+impl<K: cache::Object + Resource<Scope = NamespaceResourceScope> + Serialize> Object for K {}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -92,11 +79,13 @@ pub struct Objects {
 }
 
 /// A failed call of the API server.
-pub fn refusal(failure: &Failure) -> Refusal {
-    let reason = format!("{:#}", failure.error);
-    match failure.retry {
-        Retry::Never => Refusal::Final(reason),
-        _ => Refusal::Refused(reason),
+impl From<Failure> for Refusal {
+    fn from(failure: Failure) -> Self {
+        let reason = format!("{:#}", failure.error);
+        match failure.retry {
+            Retry::Never => Self::Final(reason),
+            _ => Self::Refused(reason),
+        }
     }
 }
 
@@ -126,12 +115,11 @@ impl Objects {
                 outcome => outcome,
             }
         };
-        call(&self.named::<K>(&name), creation).await.map_err(|failure| refusal(&failure))
+        Ok(call(&self.named::<K>(&name), creation).await?)
     }
 
     pub async fn get<K: Object>(&self, name: &str) -> Done<Option<K>> {
-        let found = call(&self.named::<K>(name), self.api::<K>().get_opt(name)).await;
-        found.map_err(|failure| refusal(&failure))
+        Ok(call(&self.named::<K>(name), self.api::<K>().get_opt(name)).await?)
     }
 
     /// Polls an object until `done` returns something. After `patience` the error has the last

@@ -51,9 +51,7 @@ impl ClusterDoor {
         let mut rest = vec![format!("--seed={}", self.patterns.seed), format!("--size={size}")];
         rest.extend(edits.iter().map(Edit::to_string));
         let pod = manifest::pod(&name, &volume.name, &self.image, work, rest);
-        let made = self.note(Kind::Pod, &name);
-        let created = self.wait(self.objects.create::<Pod>(pod));
-        self.created(&made, created)?;
+        self.create::<Pod>(Kind::Pod, &name, pod)?;
         Ok(name)
     }
 }

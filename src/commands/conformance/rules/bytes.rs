@@ -7,9 +7,10 @@ use super::super::content::Ranges;
 use super::super::door::{Done, End, Query, Refusal, Stream, Window};
 use super::super::situations::{CHAIN, DELETED};
 use super::super::world::{Shot, World, complete, lock};
-use super::{Finding, Map, Outcome, Rule, Severity, Verdict, allocated, covered, delta, named};
+use super::{
+    Finding, Map, Outcome, Rule, Severity, Verdict, WHOLE, allocated, covered, delta, named,
+};
 
-const WHOLE: Window = Window { starting_offset: 0, max_results: 0 };
 /// Streams at the same time.
 const STREAMS: usize = 8;
 
@@ -18,142 +19,110 @@ const DELTA: &str = "spec.md:3648, 3744-3745";
 const LOST: &str = "A full backup lacks data.";
 const STALE: &str = "An incremental backup restores old data.";
 
+type Check = fn(&World<'_>) -> Verdict;
+
 const fn data(
     id: &'static str,
     sentence: &'static str,
     source: &'static str,
     consequence: &'static str,
-    check: fn(&World<'_>) -> Verdict,
+    check: Check,
 ) -> Rule {
     Rule { id, severity: Severity::Data, sentence, source, consequence, check }
 }
 
-pub const RULES: &[fn() -> Rule] = &[
-    || {
-        let sentence =
-            "Single blocks, parts of blocks, and the first and the last block are allocated.";
-        data("allocated-sparse", sentence, ALLOCATED, LOST, |world| holds(world, &["sparse"]))
-    },
-    || {
-        let sentence = "Data that remains among discarded and zeroed blocks is allocated.";
-        data("allocated-changed", sentence, ALLOCATED, LOST, |world| holds(world, &["changed"]))
-    },
-    || {
-        let sentence = "Each of thousands of extents is allocated.";
-        data("allocated-many", sentence, ALLOCATED, LOST, |world| holds(world, &["many"]))
-    },
-    || {
-        let sentence = "All of a full volume is allocated.";
-        data("allocated-full", sentence, ALLOCATED, LOST, |world| holds(world, &["full"]))
-    },
-    || {
-        let sentence = "Data of earlier snapshots of a chain is allocated.";
-        data("allocated-chain", sentence, ALLOCATED, LOST, |world| {
-            holds(world, &["chain-1", "chain-10"])
-        })
-    },
-    || {
-        let sentence = "Data of a volume that has grown is allocated.";
-        data("allocated-grown", sentence, ALLOCATED, LOST, |world| {
-            holds(world, &["grown-1", "grown-2"])
-        })
-    },
-    || {
-        let sentence = "Data that a restored volume has from its snapshot is allocated.";
-        data("allocated-restored", sentence, ALLOCATED, LOST, |world| {
-            holds(world, &["restored-1", "restored-2"])
-        })
-    },
-    || {
-        let sentence = "Data that a clone has from its source is allocated.";
-        data("allocated-cloned", sentence, ALLOCATED, LOST, |world| {
-            holds(world, &["cloned-1", "cloned-2"])
-        })
-    },
-    || {
-        let sentence = "Data of a snapshot whose volume was deleted is allocated.";
-        data("allocated-orphan", sentence, ALLOCATED, LOST, |world| {
-            holds(world, &["orphan-1", "orphan-2"])
-        })
-    },
-    || {
-        let sentence = "The first blocks of a volume are in the delta.";
-        data("delta-sparse", sentence, DELTA, STALE, |world| differs(world, &[("fresh", "sparse")]))
-    },
-    || {
-        let sentence = "Blocks that were overwritten, discarded or zeroed are in the delta.";
-        data("delta-changed", sentence, DELTA, STALE, |world| {
-            differs(world, &[("sparse", "changed")])
-        })
-    },
-    || {
-        let sentence = "Each of thousands of changed extents is in the delta.";
-        data("delta-many", sentence, DELTA, STALE, |world| differs(world, &[("changed", "many")]))
-    },
-    || {
-        let sentence = "All of an overwritten volume is in the delta.";
-        data("delta-full", sentence, DELTA, STALE, |world| differs(world, &[("many", "full")]))
-    },
-    || {
-        data(
-            "delta-chain",
-            "Deltas between any two snapshots of a chain are complete, also across a deleted one.",
-            DELTA,
-            STALE,
-            delta_chain,
-        )
-    },
-    || {
-        let sentence = "Changes of a volume that has grown are in the delta.";
-        data("delta-grown", sentence, DELTA, STALE, |world| {
-            differs(world, &[("grown-1", "grown-2")])
-        })
-    },
-    || {
-        let sentence = "Changes of a restored volume are in the delta.";
-        data("delta-restored", sentence, DELTA, STALE, |world| {
-            differs(world, &[("restored-1", "restored-2")])
-        })
-    },
-    || {
-        let sentence = "Changes of a clone are in the delta.";
-        data("delta-cloned", sentence, DELTA, STALE, |world| {
-            differs(world, &[("cloned-1", "cloned-2")])
-        })
-    },
-    || {
-        let sentence = "Changes of a deleted volume are in the delta.";
-        data("delta-orphan", sentence, DELTA, STALE, |world| {
-            differs(world, &[("orphan-1", "orphan-2")])
-        })
-    },
-    || {
-        data(
-            "delta-other-base",
-            "A delta from a deleted, newer or other volume's base fails or is complete.",
-            DELTA,
-            STALE,
-            other_bases,
-        )
-    },
-    || {
-        data(
-            "concurrent",
-            "Streams that are read at the same time are complete.",
-            "spec.md:3637",
-            LOST,
-            concurrent,
-        )
-    },
-    || {
-        data(
-            "while-used",
-            "Metadata of a snapshot is complete while a volume that was made of it is in use.",
-            "spec.md:3637",
-            LOST,
-            while_used,
-        )
-    },
+const fn full(id: &'static str, sentence: &'static str, check: Check) -> Rule {
+    data(id, sentence, ALLOCATED, LOST, check)
+}
+
+const fn incremental(id: &'static str, sentence: &'static str, check: Check) -> Rule {
+    data(id, sentence, DELTA, STALE, check)
+}
+
+pub const RULES: &[Rule] = &[
+    full(
+        "allocated-sparse",
+        "Single blocks, parts of blocks, and the first and the last block are allocated.",
+        |world| holds(world, &["sparse"]),
+    ),
+    full(
+        "allocated-changed",
+        "Data that remains among discarded and zeroed blocks is allocated.",
+        |world| holds(world, &["changed"]),
+    ),
+    full("allocated-many", "Each of thousands of extents is allocated.", |world| {
+        holds(world, &["many"])
+    }),
+    full("allocated-full", "All of a full volume is allocated.", |world| holds(world, &["full"])),
+    full("allocated-chain", "Data of earlier snapshots of a chain is allocated.", |world| {
+        holds(world, &["chain-1", "chain-10"])
+    }),
+    full("allocated-grown", "Data of a volume that has grown is allocated.", |world| {
+        holds(world, &["grown-1", "grown-2"])
+    }),
+    full(
+        "allocated-restored",
+        "Data that a restored volume has from its snapshot is allocated.",
+        |world| holds(world, &["restored-1", "restored-2"]),
+    ),
+    full("allocated-cloned", "Data that a clone has from its source is allocated.", |world| {
+        holds(world, &["cloned-1", "cloned-2"])
+    }),
+    full(
+        "allocated-orphan",
+        "Data of a snapshot whose volume was deleted is allocated.",
+        |world| holds(world, &["orphan-1", "orphan-2"]),
+    ),
+    incremental("delta-sparse", "The first blocks of a volume are in the delta.", |world| {
+        differs(world, &[("fresh", "sparse")])
+    }),
+    incremental(
+        "delta-changed",
+        "Blocks that were overwritten, discarded or zeroed are in the delta.",
+        |world| differs(world, &[("sparse", "changed")]),
+    ),
+    incremental("delta-many", "Each of thousands of changed extents is in the delta.", |world| {
+        differs(world, &[("changed", "many")])
+    }),
+    incremental("delta-full", "All of an overwritten volume is in the delta.", |world| {
+        differs(world, &[("many", "full")])
+    }),
+    incremental(
+        "delta-chain",
+        "Deltas between any two snapshots of a chain are complete, also across a deleted one.",
+        delta_chain,
+    ),
+    incremental("delta-grown", "Changes of a volume that has grown are in the delta.", |world| {
+        differs(world, &[("grown-1", "grown-2")])
+    }),
+    incremental("delta-restored", "Changes of a restored volume are in the delta.", |world| {
+        differs(world, &[("restored-1", "restored-2")])
+    }),
+    incremental("delta-cloned", "Changes of a clone are in the delta.", |world| {
+        differs(world, &[("cloned-1", "cloned-2")])
+    }),
+    incremental("delta-orphan", "Changes of a deleted volume are in the delta.", |world| {
+        differs(world, &[("orphan-1", "orphan-2")])
+    }),
+    incremental(
+        "delta-other-base",
+        "A delta from a deleted, newer or other volume's base fails or is complete.",
+        other_bases,
+    ),
+    data(
+        "concurrent",
+        "Streams that are read at the same time are complete.",
+        "spec.md:3637",
+        LOST,
+        concurrent,
+    ),
+    data(
+        "while-used",
+        "Metadata of a snapshot is complete while a volume that was made of it is in use.",
+        "spec.md:3637",
+        LOST,
+        while_used,
+    ),
 ];
 
 /// What a stream must cover, and the snapshots whose content this depends on.
@@ -190,7 +159,7 @@ impl<'a> Need<'a> {
     /// what they do not hold as it was written is disregarded.
     pub fn judge(&self, world: &World<'_>, window: Window, stream: &Stream) -> Verdict {
         let from = u64::try_from(window.starting_offset).unwrap_or(0);
-        let needed = self.ranges.from(from);
+        let needed = self.ranges.within(from..u64::MAX);
         let mut missing = needed.without(&covered(stream));
         for shot in &self.shots {
             if missing.is_empty() {

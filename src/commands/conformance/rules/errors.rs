@@ -6,13 +6,11 @@ use super::super::door::{End, Failure, Query, Snapshot, Window};
 use super::super::situations::DELETED;
 use super::super::world::{Shot, World};
 use super::bytes::Need;
-use super::{Outcome, Rule, Severity, Verdict, allocated, at_driver, delta, fail, named};
+use super::{Outcome, Rule, Severity, Verdict, WHOLE, allocated, at_driver, delta, fail, named};
 use grpc::code_name;
 
-const WHOLE: Window = Window { starting_offset: 0, max_results: 0 };
-
-pub const RULES: &[fn() -> Rule] = &[
-    || Rule {
+pub const RULES: &[Rule] = &[
+    Rule {
         id: "offset-negative",
         severity: Severity::Must,
         sentence: "A negative starting_offset is OUT_OF_RANGE.",
@@ -20,7 +18,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client with a wrong offset gets a listing that is not what it requested.",
         check: |world| offsets_are_refused(world, |_| vec![-1, i64::MIN]),
     },
-    || Rule {
+    Rule {
         id: "offset-beyond",
         severity: Severity::Must,
         sentence: "A starting_offset that exceeds the size of the volume is OUT_OF_RANGE.",
@@ -28,7 +26,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A backup of a wrong volume ends early and reports success.",
         check: |world| offsets_are_refused(world, |size| vec![size.saturating_add(1), i64::MAX]),
     },
-    || Rule {
+    Rule {
         id: "id-missing",
         severity: Severity::Must,
         sentence: "A request without a snapshot id is INVALID_ARGUMENT.",
@@ -36,7 +34,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client that lost an id gets an error that it may retry forever.",
         check: id_missing,
     },
-    || Rule {
+    Rule {
         id: "snapshot-deleted",
         severity: Severity::Must,
         sentence: "A deleted snapshot, as the target of a call, is NOT_FOUND.",
@@ -44,7 +42,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client does not learn that its snapshot is gone.",
         check: snapshot_deleted,
     },
-    || Rule {
+    Rule {
         id: "snapshot-unknown",
         severity: Severity::Must,
         sentence: "A call for a snapshot that never existed fails.",
@@ -52,7 +50,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client believes that nothing changed.",
         check: snapshot_unknown,
     },
-    || Rule {
+    Rule {
         id: "status-message",
         severity: Severity::Must,
         sentence: "An error has a message.",
@@ -60,7 +58,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "An operator cannot find out why a backup failed.",
         check: |world| each_failure(world, "a message", |failure| !failure.message.is_empty()),
     },
-    || Rule {
+    Rule {
         id: "status-details",
         severity: Severity::Must,
         sentence: "An error has no details.",
@@ -71,7 +69,7 @@ pub const RULES: &[fn() -> Rule] = &[
             each_failure(world, "no details", |failure| !failure.has_details)
         },
     },
-    || Rule {
+    Rule {
         id: "max-results-negative",
         severity: Severity::Must,
         sentence: "A call with a negative max_results ends, with an error or a complete stream.",

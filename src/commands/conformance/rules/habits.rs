@@ -3,18 +3,15 @@
 
 use tonic::Code;
 
-use super::super::content::Ranges;
-use super::super::door::{End, Window};
+use super::super::door::End;
 use super::super::situations::DELETED;
 use super::super::world::World;
 use super::bytes::Need;
-use super::{Map, Outcome, Rule, Severity, Verdict, allocated, covered, delta, fail, named};
+use super::{Map, Outcome, Rule, Severity, Verdict, WHOLE, allocated, covered, delta, fail, named};
 use grpc::proto::csi::v1::BlockMetadataType as Style;
 
-const WHOLE: Window = Window { starting_offset: 0, max_results: 0 };
-
-pub const RULES: &[fn() -> Rule] = &[
-    || Rule {
+pub const RULES: &[Rule] = &[
+    Rule {
         id: "empty-message",
         severity: Severity::Advice,
         sentence: "A stream without tuples has one message, with type and capacity.",
@@ -22,7 +19,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client needs another source for the size of an empty volume.",
         check: empty_message,
     },
-    || Rule {
+    Rule {
         id: "within-capacity",
         severity: Severity::Advice,
         sentence: "With VARIABLE_LENGTH, no tuple ends after volume_capacity_bytes.",
@@ -30,7 +27,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client reads past the end of the device.",
         check: within_capacity,
     },
-    || Rule {
+    Rule {
         id: "snapshot-capacity",
         severity: Severity::Advice,
         sentence: "volume_capacity_bytes is the size of the snapshot, also after the volume has grown.",
@@ -38,7 +35,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client that restores to this size creates a larger volume.",
         check: snapshot_capacity,
     },
-    || Rule {
+    Rule {
         id: "written-zeros",
         severity: Severity::Advice,
         sentence: "Zeros that were written are allocated.",
@@ -46,7 +43,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client must restore to a volume of zeros.",
         check: written_zeros,
     },
-    || Rule {
+    Rule {
         id: "deleted-base",
         severity: Severity::Advice,
         sentence: "A deleted snapshot can be the base of a delta.",
@@ -54,7 +51,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client must keep the snapshot of the last backup.",
         check: deleted_base,
     },
-    || Rule {
+    Rule {
         id: "orphan",
         severity: Severity::Advice,
         sentence: "Snapshots whose volume was deleted have metadata.",
@@ -123,12 +120,9 @@ fn written_zeros(world: &World<'_>) -> Verdict {
     }
     let call = named(&query, &shot.name, WHOLE);
     let seen = format!("{} bytes of zeros that were written are missing", missing.bytes());
-    let mut outcome = fail(call, format!("{} bytes", shot.written_zeros.bytes()), seen);
-    if let Outcome::Fail(finding) = &mut outcome {
-        let needed: Ranges = shot.written_zeros.clone();
-        finding.map = Some(Map { size: shot.size, needed, missing });
-    }
-    Err(outcome)
+    let outcome = fail(call, format!("{} bytes", shot.written_zeros.bytes()), seen);
+    let map = Map { size: shot.size, needed: shot.written_zeros.clone(), missing };
+    Err(outcome.with(|finding| finding.map = Some(map)))
 }
 
 fn deleted_base(world: &World<'_>) -> Verdict {

@@ -63,6 +63,14 @@ pub enum Outcome {
 }
 
 impl Outcome {
+    /// Changes the finding, if it is one.
+    fn with(mut self, change: impl FnOnce(&mut Finding)) -> Self {
+        if let Self::Fail(finding) = &mut self {
+            change(finding);
+        }
+        self
+    }
+
     pub fn reason(self) -> String {
         match self {
             Self::Skip(reason) => reason,
@@ -91,11 +99,13 @@ pub struct Map {
     pub missing: Ranges,
 }
 
+const WHOLE: Window = Window { starting_offset: 0, max_results: 0 };
+
 /// All rules, in the order in which they run.
 pub fn all() -> Vec<Rule> {
-    let parts: [&[fn() -> Rule]; 6] =
+    let parts =
         [shape::RULES, bytes::RULES, offsets::RULES, habits::RULES, errors::RULES, sidecar::RULES];
-    parts.into_iter().flatten().map(|rule| rule()).collect()
+    parts.concat()
 }
 
 fn fail(call: String, expected: impl Into<String>, seen: impl Into<String>) -> Outcome {

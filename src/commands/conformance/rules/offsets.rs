@@ -8,7 +8,7 @@ use super::super::situations::MANY;
 use super::super::world::World;
 use super::bytes::Need;
 use super::shape::SIZES;
-use super::{Outcome, Rule, Severity, Verdict, fail, named};
+use super::{Outcome, Rule, Severity, Verdict, WHOLE, fail, named};
 
 const MIB: u64 = 1 << 20;
 /// Interruptions of a stream.
@@ -16,8 +16,8 @@ const RESUMES: usize = 12;
 /// The deadline of a call that only the driver limits.
 const DEADLINE: Duration = Duration::from_millis(150);
 
-pub const RULES: &[fn() -> Rule] = &[
-    || Rule {
+pub const RULES: &[Rule] = &[
+    Rule {
         id: "first-tuple",
         severity: Severity::Must,
         sentence: "The first tuple ends after starting_offset, wherever that is.",
@@ -25,7 +25,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A resumed backup copies blocks twice, or does not progress.",
         check: first_tuple,
     },
-    || Rule {
+    Rule {
         id: "offset-complete",
         severity: Severity::Must,
         sentence: "A stream has all data after starting_offset, wherever that is.",
@@ -33,7 +33,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A resumed backup lacks data.",
         check: offset_complete,
     },
-    || Rule {
+    Rule {
         id: "resume",
         severity: Severity::Data,
         sentence: "Streams that are resumed after the last tuple are together complete.",
@@ -41,7 +41,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "An interrupted backup lacks data.",
         check: resume,
     },
-    || Rule {
+    Rule {
         id: "small-messages",
         severity: Severity::Data,
         sentence: "A stream is complete with any max_results.",
@@ -49,7 +49,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A backup of a client with limited memory lacks data.",
         check: small_messages,
     },
-    || Rule {
+    Rule {
         id: "deadline",
         severity: Severity::Must,
         sentence: "A stream whose deadline passes ends with OK only after all metadata.",
@@ -158,13 +158,9 @@ fn resume(world: &World<'_>) -> Verdict {
             start = next;
         }
         let whole = joined(seen);
-        need.judge(world, Window::default(), &whole).map_err(|outcome| match outcome {
-            Outcome::Fail(mut finding) => {
-                finding.call += ", resumed after the last tuple again and again";
-                Outcome::Fail(finding)
-            }
-            other => other,
-        })?;
+        let note = ", resumed after the last tuple again and again";
+        need.judge(world, WHOLE, &whole)
+            .map_err(|outcome| outcome.with(|finding| finding.call += note))?;
     }
     Ok(())
 }
@@ -204,16 +200,12 @@ fn deadline(world: &World<'_>) -> Verdict {
             End::Stopped => return Err(Outcome::Stopped),
             // An error, or a reset of the stream.
             End::Failed(_) | End::Endless(_) => {}
-            End::Complete => {
-                need.judge(world, window, &stream).map_err(|outcome| match outcome {
-                    Outcome::Fail(mut finding) => {
-                        finding.call += &format!(", grpc-timeout {} ms", DEADLINE.as_millis());
-                        finding.seen = format!("OK, but {}", finding.seen);
-                        Outcome::Fail(finding)
-                    }
-                    other => other,
-                })?
-            }
+            End::Complete => need.judge(world, window, &stream).map_err(|outcome| {
+                outcome.with(|finding| {
+                    finding.call += &format!(", grpc-timeout {} ms", DEADLINE.as_millis());
+                    finding.seen = format!("OK, but {}", finding.seen);
+                })
+            })?,
         }
     }
     Ok(())

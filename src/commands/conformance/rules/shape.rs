@@ -6,11 +6,11 @@ use tonic::Code;
 
 use super::super::door::{End, Message, Query, Stream, Window};
 use super::super::world::World;
-use super::{Outcome, Rule, Severity, Verdict, allocated, delta, fail, named};
+use super::{Outcome, Rule, Severity, Verdict, WHOLE, allocated, delta, fail, named};
 use grpc::proto::csi::v1::BlockMetadataType as Style;
 
-pub const RULES: &[fn() -> Rule] = &[
-    || Rule {
+pub const RULES: &[Rule] = &[
+    Rule {
         id: "both-calls",
         severity: Severity::Must,
         sentence: "A driver with the SnapshotMetadata service implements both calls.",
@@ -18,7 +18,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "Full or incremental backups are impossible.",
         check: both_calls,
     },
-    || Rule {
+    Rule {
         id: "completes",
         severity: Severity::Must,
         sentence: "A call for existing snapshots of one volume ends with OK, or FAILED_PRECONDITION without change tracking.",
@@ -26,7 +26,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "The backup fails.",
         check: completes,
     },
-    || Rule {
+    Rule {
         id: "tuple-size",
         severity: Severity::Must,
         sentence: "A tuple starts at zero or later and has more than zero bytes.",
@@ -34,7 +34,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client reads the wrong range, or never ends.",
         check: |world| each(world, tuple_size),
     },
-    || Rule {
+    Rule {
         id: "ascending",
         severity: Severity::Must,
         sentence: "Tuples ascend without overlap, also across messages.",
@@ -42,7 +42,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A resumed backup loses the blocks before the last tuple.",
         check: |world| each(world, ascending),
     },
-    || Rule {
+    Rule {
         id: "type-specified",
         severity: Severity::Must,
         sentence: "Each message has a block_metadata_type other than UNKNOWN.",
@@ -50,7 +50,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client cannot interpret the tuples.",
         check: |world| each(world, type_specified),
     },
-    || Rule {
+    Rule {
         id: "type-constant",
         severity: Severity::Must,
         sentence: "All messages of a stream have the same block_metadata_type.",
@@ -58,7 +58,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client misinterprets the tuples.",
         check: |world| each(world, type_constant),
     },
-    || Rule {
+    Rule {
         id: "fixed-size",
         severity: Severity::Must,
         sentence: "With FIXED_LENGTH, all tuples of a stream have the same size.",
@@ -66,7 +66,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client that computes the ends of blocks reads the wrong ranges.",
         check: |world| each(world, fixed_size),
     },
-    || Rule {
+    Rule {
         id: "capacity-specified",
         severity: Severity::Must,
         sentence: "Each message has a volume_capacity_bytes of more than zero.",
@@ -74,7 +74,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client creates a restored volume of the wrong size.",
         check: |world| each(world, capacity_specified),
     },
-    || Rule {
+    Rule {
         id: "capacity-constant",
         severity: Severity::Must,
         sentence: "All messages of a stream have the same volume_capacity_bytes.",
@@ -82,7 +82,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client creates a restored volume of the wrong size.",
         check: |world| each(world, capacity_constant),
     },
-    || Rule {
+    Rule {
         id: "max-results",
         severity: Severity::Must,
         sentence: "No message has more tuples than a max_results above zero.",
@@ -92,7 +92,6 @@ pub const RULES: &[fn() -> Rule] = &[
     },
 ];
 
-const WHOLE: Window = Window { starting_offset: 0, max_results: 0 };
 /// Sizes of messages, for a snapshot with many extents.
 pub const SIZES: [i32; 4] = [1, 2, 7, 100_000];
 

@@ -4,10 +4,10 @@
 
 use tonic::Code;
 
-use super::super::door::{End, Failure, Fault, Query, Refusal, Sidecar, Stream, Window};
+use super::super::door::{End, Failure, Fault, Query, Refusal, Sidecar, Stream};
 use super::super::situations::DELETED;
 use super::super::world::World;
-use super::{Outcome, Rule, Severity, Verdict, allocated, fail, named};
+use super::{Outcome, Rule, Severity, Verdict, WHOLE, allocated, fail, named};
 use grpc::code_name;
 
 const ALL: [Fault; 5] = [
@@ -19,8 +19,8 @@ const ALL: [Fault; 5] = [
 ];
 const OPEN: &str = "Any user of the cluster reads which blocks of other users have data.";
 
-pub const RULES: &[fn() -> Rule] = &[
-    || Rule {
+pub const RULES: &[Rule] = &[
+    Rule {
         id: "sidecar-tls",
         severity: Severity::Must,
         sentence: "The certificate names the host of the address and is issued by the caCert of the SnapshotMetadataService.",
@@ -28,7 +28,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "No client can connect, or clients turn the verification off.",
         check: tls,
     },
-    || Rule {
+    Rule {
         id: "sidecar-no-token",
         severity: Severity::Must,
         sentence: "A call without a security_token is INVALID_ARGUMENT or UNAUTHENTICATED.",
@@ -38,7 +38,7 @@ pub const RULES: &[fn() -> Rule] = &[
             refused(world, Fault::NoToken, &[Code::InvalidArgument, Code::Unauthenticated])
         },
     },
-    || Rule {
+    Rule {
         id: "sidecar-invalid-token",
         severity: Severity::Must,
         sentence: "A call with an invalid security_token is UNAUTHENTICATED.",
@@ -46,7 +46,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: OPEN,
         check: |world| refused(world, Fault::InvalidToken, &[Code::Unauthenticated]),
     },
-    || Rule {
+    Rule {
         id: "sidecar-audience",
         severity: Severity::Must,
         sentence: "A call with a token for another audience is UNAUTHENTICATED.",
@@ -54,7 +54,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "Another service that gets a token of a backup application can use it here.",
         check: |world| refused(world, Fault::OtherAudience, &[Code::Unauthenticated]),
     },
-    || Rule {
+    Rule {
         id: "sidecar-rights",
         severity: Severity::Must,
         sentence: "A caller without access to the VolumeSnapshots of the namespace is refused: PERMISSION_DENIED or UNAUTHENTICATED.",
@@ -64,7 +64,7 @@ pub const RULES: &[fn() -> Rule] = &[
             refused(world, Fault::NoRights, &[Code::PermissionDenied, Code::Unauthenticated])
         },
     },
-    || Rule {
+    Rule {
         id: "sidecar-no-namespace",
         severity: Severity::Must,
         sentence: "A call without a namespace is INVALID_ARGUMENT.",
@@ -72,7 +72,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "A client that lost the namespace gets an error that it may retry forever.",
         check: |world| refused(world, Fault::NoNamespace, &[Code::InvalidArgument]),
     },
-    || Rule {
+    Rule {
         id: "sidecar-hides-token",
         severity: Severity::Advice,
         sentence: "No error repeats the security_token.",
@@ -80,7 +80,7 @@ pub const RULES: &[fn() -> Rule] = &[
         consequence: "Logs of clients have tokens, which others can use.",
         check: hides_token,
     },
-    || Rule {
+    Rule {
         id: "sidecar-not-found",
         severity: Severity::Advice,
         sentence: "A call for a deleted VolumeSnapshot is NOT_FOUND.",
@@ -110,7 +110,7 @@ fn ended(
     query: &Query,
 ) -> Result<(Stream, String), Outcome> {
     // Otherwise a refusal has another reason.
-    world.complete(query, Window::default())?;
+    world.complete(query, WHOLE)?;
     match sidecar.call_with(fault, query) {
         Ok((stream, token)) => match stream.end {
             End::Stopped => Err(Outcome::Stopped),
@@ -126,7 +126,7 @@ fn both(world: &World<'_>) -> Result<Vec<Query>, Outcome> {
     let (fresh, sparse) = (world.shot("fresh")?, world.shot("sparse")?);
     let delta = super::delta(&fresh.snapshot, &sparse.snapshot);
     let mut calls = vec![allocated(&fresh.snapshot)];
-    calls.extend(world.complete(&delta, Window::default()).is_ok().then_some(delta));
+    calls.extend(world.complete(&delta, WHOLE).is_ok().then_some(delta));
     Ok(calls)
 }
 
@@ -140,7 +140,7 @@ fn refused(world: &World<'_>, fault: Fault, codes: &[Code]) -> Verdict {
             _ => "OK".to_owned(),
         };
         let names: Vec<&str> = codes.iter().map(|code| code_name(*code)).collect();
-        let call = named(&query, described(fault), Window::default());
+        let call = named(&query, described(fault), WHOLE);
         return Err(fail(call, names.join(" or "), seen));
     }
     Ok(())
@@ -172,7 +172,7 @@ fn hides_token(world: &World<'_>) -> Verdict {
         if let End::Failed(Failure { code, message, .. }) = stream.end
             && message.contains(&token)
         {
-            let call = named(&query, described(fault), Window::default());
+            let call = named(&query, described(fault), WHOLE);
             let seen = format!("{}, with the token", code_name(code));
             return Err(fail(call, "a message without the token", seen));
         }
@@ -183,8 +183,8 @@ fn hides_token(world: &World<'_>) -> Verdict {
 fn not_found(world: &World<'_>) -> Verdict {
     sidecar(world)?;
     let query = allocated(&world.shot(DELETED)?.snapshot);
-    let call = named(&query, "a deleted VolumeSnapshot", Window::default());
-    match &world.stream(&query, Window::default()).end {
+    let call = named(&query, "a deleted VolumeSnapshot", WHOLE);
+    match &world.stream(&query, WHOLE).end {
         End::Failed(failure) if failure.code == Code::NotFound => Ok(()),
         End::Failed(failure) => Err(fail(call, "NOT_FOUND", failure.to_string())),
         End::Stopped => Err(Outcome::Stopped),

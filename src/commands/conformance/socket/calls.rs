@@ -6,6 +6,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use tonic::Code;
+use tonic::transport::Channel;
 
 use super::super::door::{About, Done, Refusal, Snapshot, Source, Volume};
 use super::super::world::lock;
@@ -21,31 +22,46 @@ use grpc::proto::csi::v1 as csi;
 const TARGET: &str = "target";
 
 impl SocketDoor {
+    fn identity(&self) -> IdentityClient<Channel> {
+        IdentityClient::new(self.csi.clone())
+    }
+
+    fn controller(&self) -> ControllerClient<Channel> {
+        ControllerClient::new(self.controller.clone())
+    }
+
+    fn node(&self) -> NodeClient<Channel> {
+        NodeClient::new(self.csi.clone())
+    }
+
     /// Reads what the driver advertises.
     pub(super) fn discover(&mut self, with_node: bool) -> Done<()> {
-        let info = self.call("GetPluginInfo", || {
-            let mut client = IdentityClient::new(self.csi.clone());
-            async move { client.get_plugin_info(csi::GetPluginInfoRequest {}).await }
+        let info = self.call("GetPluginInfo", async || {
+            self.identity().get_plugin_info(csi::GetPluginInfoRequest {}).await
         })?;
         self.about = About { name: info.name, version: info.vendor_version };
-        let plugin = self.call("GetPluginCapabilities", || {
-            let mut client = IdentityClient::new(self.csi.clone());
-            async move { client.get_plugin_capabilities(csi::GetPluginCapabilitiesRequest {}).await }
+        let plugin = self.call("GetPluginCapabilities", async || {
+            self.identity().get_plugin_capabilities(csi::GetPluginCapabilitiesRequest {}).await
         })?;
-        let services = services(&plugin);
-        use csi::plugin_capability::service::Type as Service;
-        let has = |service: Service| services.contains(&i32::from(service));
+        use csi::plugin_capability::{self, service::Type as Service};
+        let has = |service: Service| {
+            let service = plugin_capability::Service { r#type: service.into() };
+            let wanted = Some(plugin_capability::Type::Service(service));
+            plugin.capabilities.iter().any(|one| one.r#type == wanted)
+        };
         self.abilities.metadata = has(Service::SnapshotMetadataService);
         let is_placed = has(Service::VolumeAccessibilityConstraints);
-        let controller = self.call("ControllerGetCapabilities", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            async move {
-                client.controller_get_capabilities(csi::ControllerGetCapabilitiesRequest {}).await
-            }
+        let controller = self.call("ControllerGetCapabilities", async || {
+            self.controller()
+                .controller_get_capabilities(csi::ControllerGetCapabilitiesRequest {})
+                .await
         })?;
-        use csi::controller_service_capability::rpc::Type as Controller;
-        let rpcs: Vec<i32> = controller.capabilities.iter().filter_map(controller_rpc).collect();
-        let has = |rpc: Controller| rpcs.contains(&i32::from(rpc));
+        use csi::controller_service_capability::{self, rpc::Type as Controller};
+        let has = |rpc: Controller| {
+            let rpc = controller_service_capability::Rpc { r#type: rpc.into() };
+            let wanted = Some(controller_service_capability::Type::Rpc(rpc));
+            controller.capabilities.iter().any(|one| one.r#type == wanted)
+        };
         self.abilities.attaches = has(Controller::PublishUnpublishVolume);
         self.abilities.expands = has(Controller::ExpandVolume);
         self.abilities.clones = has(Controller::CloneVolume);
@@ -56,18 +72,15 @@ impl SocketDoor {
     }
 
     fn discover_node(&mut self, is_placed: bool) -> Done<()> {
-        let node = self.call("NodeGetCapabilities", || {
-            let mut client = NodeClient::new(self.csi.clone());
-            async move { client.node_get_capabilities(csi::NodeGetCapabilitiesRequest {}).await }
+        let node = self.call("NodeGetCapabilities", async || {
+            self.node().node_get_capabilities(csi::NodeGetCapabilitiesRequest {}).await
         })?;
-        use csi::node_service_capability::rpc::Type as Node;
-        let stages = i32::from(Node::StageUnstageVolume);
-        self.abilities.stages =
-            node.capabilities.iter().filter_map(node_rpc).any(|rpc| rpc == stages);
+        use csi::node_service_capability::{Rpc, Type, rpc};
+        let stages = Some(Type::Rpc(Rpc { r#type: rpc::Type::StageUnstageVolume.into() }));
+        self.abilities.stages = node.capabilities.iter().any(|one| one.r#type == stages);
         if self.abilities.attaches || is_placed {
-            let info = self.call("NodeGetInfo", || {
-                let mut client = NodeClient::new(self.csi.clone());
-                async move { client.node_get_info(csi::NodeGetInfoRequest {}).await }
+            let info = self.call("NodeGetInfo", async || {
+                self.node().node_get_info(csi::NodeGetInfoRequest {}).await
             })?;
             self.abilities.node_id = info.node_id;
             self.abilities.topology = info.accessible_topology.filter(|_| is_placed);
@@ -121,10 +134,8 @@ impl SocketDoor {
     }
 
     pub(super) fn request_volume(&self, request: csi::CreateVolumeRequest) -> Done<csi::Volume> {
-        let response = self.call("CreateVolume", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.create_volume(request).await }
+        let response = self.call("CreateVolume", async || {
+            self.controller().create_volume(request.clone()).await
         })?;
         let missing = || Refusal::Refused("CreateVolume returned no volume".to_owned());
         response.volume.ok_or_else(missing)
@@ -135,12 +146,8 @@ impl SocketDoor {
             volume_id: id.to_owned(),
             secrets: self.secrets.delete_volume_secret.clone(),
         };
-        self.call("DeleteVolume", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.delete_volume(request).await }
-        })
-        .map(drop)
+        self.call("DeleteVolume", async || self.controller().delete_volume(request.clone()).await)
+            .map(drop)
     }
 
     /// A snapshot that is ready: the call is repeated, as external-snapshotter does.
@@ -177,10 +184,8 @@ impl SocketDoor {
         &self,
         request: &csi::CreateSnapshotRequest,
     ) -> Done<csi::Snapshot> {
-        let response = self.call("CreateSnapshot", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.create_snapshot(request).await }
+        let response = self.call("CreateSnapshot", async || {
+            self.controller().create_snapshot(request.clone()).await
         })?;
         let missing = || Refusal::Refused("CreateSnapshot returned no snapshot".to_owned());
         response.snapshot.ok_or_else(missing)
@@ -191,10 +196,8 @@ impl SocketDoor {
             snapshot_id: id.to_owned(),
             secrets: self.secrets.delete_snapshot_secret.clone(),
         };
-        self.call("DeleteSnapshot", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.delete_snapshot(request).await }
+        self.call("DeleteSnapshot", async || {
+            self.controller().delete_snapshot(request.clone()).await
         })
         .map(drop)
     }
@@ -210,10 +213,8 @@ impl SocketDoor {
             secrets: self.secrets.controller_expand_volume_secret.clone(),
             volume_capability: Some(capability()),
         };
-        let response = self.call("ControllerExpandVolume", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.controller_expand_volume(request).await }
+        let response = self.call("ControllerExpandVolume", async || {
+            self.controller().controller_expand_volume(request.clone()).await
         })?;
         if response.node_expansion_required {
             lock(&self.to_expand).insert(volume.id.clone());
@@ -243,10 +244,8 @@ impl SocketDoor {
             ..Default::default()
         };
         self.note(Made::Published(volume.clone(), target.clone()));
-        self.call("NodePublishVolume", || {
-            let mut client = NodeClient::new(self.csi.clone());
-            let request = request.clone();
-            async move { client.node_publish_volume(request).await }
+        self.call("NodePublishVolume", async || {
+            self.node().node_publish_volume(request.clone()).await
         })?;
         if lock(&self.to_expand).remove(&volume.id) {
             self.expand_on_node(volume, &target)?;
@@ -281,10 +280,8 @@ impl SocketDoor {
             volume_context: self.context(volume),
         };
         self.note(Made::Attached(volume.clone()));
-        let response = self.call("ControllerPublishVolume", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.controller_publish_volume(request).await }
+        let response = self.call("ControllerPublishVolume", async || {
+            self.controller().controller_publish_volume(request.clone()).await
         })?;
         Ok(response.publish_context)
     }
@@ -307,10 +304,8 @@ impl SocketDoor {
             volume_context: self.context(volume),
         };
         self.note(Made::Staged(volume.clone(), staging.clone()));
-        self.call("NodeStageVolume", || {
-            let mut client = NodeClient::new(self.csi.clone());
-            let request = request.clone();
-            async move { client.node_stage_volume(request).await }
+        self.call("NodeStageVolume", async || {
+            self.node().node_stage_volume(request.clone()).await
         })?;
         Ok(Some(staging))
     }
@@ -323,10 +318,8 @@ impl SocketDoor {
             volume_capability: Some(capability()),
             ..Default::default()
         };
-        self.call("NodeExpandVolume", || {
-            let mut client = NodeClient::new(self.csi.clone());
-            let request = request.clone();
-            async move { client.node_expand_volume(request).await }
+        self.call("NodeExpandVolume", async || {
+            self.node().node_expand_volume(request.clone()).await
         })
         .map(drop)
     }
@@ -337,10 +330,8 @@ impl SocketDoor {
             target_path: text(target),
             ..Default::default()
         };
-        self.call("NodeUnpublishVolume", || {
-            let mut client = NodeClient::new(self.csi.clone());
-            let request = request.clone();
-            async move { client.node_unpublish_volume(request).await }
+        self.call("NodeUnpublishVolume", async || {
+            self.node().node_unpublish_volume(request.clone()).await
         })
         .map(drop)
     }
@@ -350,10 +341,8 @@ impl SocketDoor {
             volume_id: volume.id.clone(),
             staging_target_path: text(staging),
         };
-        self.call("NodeUnstageVolume", || {
-            let mut client = NodeClient::new(self.csi.clone());
-            let request = request.clone();
-            async move { client.node_unstage_volume(request).await }
+        self.call("NodeUnstageVolume", async || {
+            self.node().node_unstage_volume(request.clone()).await
         })
         .map(drop)
     }
@@ -364,10 +353,8 @@ impl SocketDoor {
             node_id: self.abilities.node_id.clone(),
             secrets: self.secrets.controller_unpublish_volume_secret.clone(),
         };
-        self.call("ControllerUnpublishVolume", || {
-            let mut client = ControllerClient::new(self.controller.clone());
-            let request = request.clone();
-            async move { client.controller_unpublish_volume(request).await }
+        self.call("ControllerUnpublishVolume", async || {
+            self.controller().controller_unpublish_volume(request.clone()).await
         })
         .map(drop)
     }
@@ -375,31 +362,6 @@ impl SocketDoor {
 
 fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
-}
-
-fn services(response: &csi::GetPluginCapabilitiesResponse) -> Vec<i32> {
-    use csi::plugin_capability::Type;
-    let service = |capability: &csi::PluginCapability| match &capability.r#type {
-        Some(Type::Service(service)) => Some(service.r#type),
-        _ => None,
-    };
-    response.capabilities.iter().filter_map(service).collect()
-}
-
-fn controller_rpc(capability: &csi::ControllerServiceCapability) -> Option<i32> {
-    use csi::controller_service_capability::Type;
-    match &capability.r#type {
-        Some(Type::Rpc(rpc)) => Some(rpc.r#type),
-        _ => None,
-    }
-}
-
-fn node_rpc(capability: &csi::NodeServiceCapability) -> Option<i32> {
-    use csi::node_service_capability::Type;
-    match &capability.r#type {
-        Some(Type::Rpc(rpc)) => Some(rpc.r#type),
-        _ => None,
-    }
 }
 
 /// Whether a call that failed with this code has made nothing.

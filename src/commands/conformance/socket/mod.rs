@@ -127,10 +127,11 @@ impl SocketDoor {
     }
 
     /// Makes a call, and repeats it while the driver postpones it.
-    fn call<T, F>(&self, what: &str, mut make: impl FnMut() -> F) -> Done<T>
-    where
-        F: Future<Output = Result<Response<T>, Status>>,
-    {
+    fn call<T>(
+        &self,
+        what: &str,
+        mut make: impl AsyncFnMut() -> Result<Response<T>, Status>,
+    ) -> Done<T> {
         let until = Instant::now() + PATIENCE;
         let mut wait = Duration::from_millis(50);
         loop {

@@ -19,6 +19,15 @@ pub enum Place {
 }
 
 impl Place {
+    /// The commands that make and remove a directory.
+    fn commands(self, paths: &PathArgs) -> [Option<&Path>; 2] {
+        let commands = match self {
+            Self::Mount => [&paths.create_mount, &paths.remove_mount],
+            Self::Staging => [&paths.create_staging, &paths.remove_staging],
+        };
+        commands.map(Option::as_deref)
+    }
+
     /// The path of a volume's directory, by the name of the volume.
     pub fn of(self, paths: &PathArgs, volume: &str) -> PathBuf {
         let (given, default) = match self {
@@ -31,22 +40,16 @@ impl Place {
 
     /// The parent of the directories, if this process will make it.
     pub fn missing_parent(self, paths: &PathArgs, volume: &str) -> Option<PathBuf> {
-        let is_own = match self {
-            Self::Mount => paths.create_mount.is_none(),
-            Self::Staging => paths.create_staging.is_none(),
-        };
+        let [create, _] = self.commands(paths);
         let parent = self.of(paths, volume).parent().map(Path::to_owned);
-        parent.filter(|parent| is_own && !parent.exists())
+        parent.filter(|parent| create.is_none() && !parent.exists())
     }
 
     /// Makes the directory; returns its path.
     pub fn make(self, paths: &PathArgs, volume: &str) -> Done<PathBuf> {
         let path = self.of(paths, volume);
-        let command = match self {
-            Self::Mount => &paths.create_mount,
-            Self::Staging => &paths.create_staging,
-        };
-        match command {
+        let [create, _] = self.commands(paths);
+        match create {
             Some(command) => {
                 let made = run(command, &path, paths.create_timeout)?;
                 Ok(if made.is_empty() { path } else { PathBuf::from(made) })
@@ -59,11 +62,8 @@ impl Place {
 
     /// Removes the directory, which must be empty.
     pub fn remove(self, paths: &PathArgs, path: &Path) -> Done<()> {
-        let command = match self {
-            Self::Mount => &paths.remove_mount,
-            Self::Staging => &paths.remove_staging,
-        };
-        if let Some(command) = command {
+        let [_, remove] = self.commands(paths);
+        if let Some(command) = remove {
             return run(command, path, paths.remove_timeout).map(drop);
         }
         match fs::remove_dir(path) {

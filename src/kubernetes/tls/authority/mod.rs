@@ -23,6 +23,7 @@ use super::Certificates;
 use crate::name;
 use common::quantity::duration;
 use telemetry::shutdown::Shutdown;
+use telemetry::task;
 
 /// Limits of the poll interval of the Secret, which is a twentieth of a certificate's validity.
 const POLL_INTERVAL: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
@@ -119,7 +120,7 @@ pub async fn start(
             () = shutdown.draining() => anyhow::bail!("--self-signed: stopped before the first certificate was issued"),
         }
     };
-    tokio::spawn(async move {
+    task::spawn(async move {
         tokio::select! {
             () = manager.run() => {}
             // Until the process ends: clients may connect while others are drained.

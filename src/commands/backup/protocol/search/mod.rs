@@ -18,13 +18,7 @@ use super::{Answer, Attempt, Confirm, Machine, Name, Operation, Outcome, Plan, R
 /// An attempt or a prune.
 type Who = u8;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Object {
-    Intent(Who, Vec<Who>),
-    Data(Who),
-    Manifest(Who),
-    Mark(Who, Who),
-}
+type Object = Name<Who>;
 
 /// What an attempt may refer to: a base, and an attempt that it continues.
 type References = (Option<Who>, Option<Who>);
@@ -472,12 +466,7 @@ impl<'s> Search<'s> {
     fn feed(&self, result: u64, mut each: impl FnMut(Name<Who>)) {
         for (number, object) in self.objects.iter().enumerate() {
             if result >> number & 1 == 1 {
-                each(match object {
-                    Object::Intent(id, references) => Name::Intent(*id, references.clone()),
-                    Object::Manifest(id) => Name::Manifest(*id),
-                    Object::Mark(on, by) => Name::Mark(*on, *by),
-                    Object::Data(id) => Name::Data(*id),
-                });
+                each(object.clone());
             }
         }
     }

@@ -203,20 +203,9 @@ fn no_order_of_steps_loses_a_backup_or_leaks() {
 
 #[test]
 fn each_broken_rule_of_the_protocol_is_found() {
-    let rules = [
-        Rule::Refer,
-        Rule::Exist,
-        Rule::Order,
-        Rule::Publish,
-        Rule::List,
-        Rule::Owners,
-        Rule::Keepers,
-        Rule::Spare,
-        Rule::Stay,
-        Rule::Last,
-        Rule::Sets,
-        Rule::Together,
-    ];
+    use Rule::*;
+    let rules =
+        [Refer, Exist, Order, Publish, List, Owners, Keepers, Spare, Stay, Last, Sets, Together];
     for rule in rules {
         let found = scenes().iter().find_map(|scene| {
             let (states, wrong) = Search::new(scene, Some(rule)).explore();

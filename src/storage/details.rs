@@ -35,7 +35,7 @@ pub fn of_volume(store: &Store, id: &str) -> Result<VolumeDetails> {
     drop(reading);
     let device = store.device_of(&volume).ok().flatten();
     let allocated =
-        store.volume_path(id).metadata().context(|| format!("reading the size of {id:?}"));
+        store.pool.volume_path(id).metadata().context(|| format!("reading the size of {id:?}"));
     let condition = health::condition(store, id)?;
     let allocated_bytes = match allocated {
         Ok(metadata) => metadata.blocks().saturating_mul(512),

@@ -361,42 +361,6 @@ mod tests {
     }
 
     #[test]
-    fn same_address_is_unchanged_for_any_split_into_extents() {
-        let old = vec![extent(0, 1000, 300, 0)];
-        let new =
-            vec![extent(0, 1000, 100, 0), extent(100, 1100, 100, 0), extent(200, 1200, 100, 0)];
-        assert!(findings(Some(old), new, 400).iter().all(|f| f.2 && !f.3));
-    }
-
-    #[test]
-    fn different_or_shifted_addresses_are_changed() {
-        let old = vec![extent(0, 1000, 100, 0)];
-        assert_eq!(
-            findings(Some(old.clone()), vec![extent(0, 5000, 100, 0)], 100),
-            [(0, 100, true, true)]
-        );
-        assert_eq!(
-            findings(Some(old), vec![extent(10, 1000, 90, 0)], 100),
-            [(0, 10, false, true), (10, 100, true, true)]
-        );
-    }
-
-    #[test]
-    fn a_discard_is_a_change_without_allocation() {
-        let old = vec![extent(0, 1000, 100, 0)];
-        assert_eq!(findings(Some(old.clone()), vec![], 100), [(0, 100, false, true)]);
-        let unwritten = vec![extent(0, 1000, 100, FIEMAP_EXTENT_UNWRITTEN)];
-        assert_eq!(findings(Some(old), unwritten, 100), [(0, 100, false, true)]);
-    }
-
-    #[test]
-    fn holes_and_unwritten_extents_are_equal() {
-        let unwritten = vec![extent(0, 1000, 100, FIEMAP_EXTENT_UNWRITTEN)];
-        assert_eq!(findings(Some(vec![]), unwritten.clone(), 100), []);
-        assert_eq!(findings(Some(unwritten), vec![], 100), []);
-    }
-
-    #[test]
     fn opaque_extents_are_changed_even_at_the_same_address() {
         for flag in [
             FIEMAP_EXTENT_UNKNOWN,
@@ -413,16 +377,31 @@ mod tests {
         }
     }
 
-    #[test]
-    fn growth_is_changed_where_it_has_data() {
-        let old = vec![extent(0, 1000, 100, 0)];
-        let new = vec![extent(0, 1000, 100, 0), extent(150, 9000, 50, 0)];
-        assert_eq!(findings(Some(old), new, 200), [(0, 100, true, false), (150, 200, true, true)]);
-    }
+    /// Start, end, allocated, changed.
+    type Expected = &'static [(u64, u64, bool, bool)];
 
     #[test]
-    fn without_an_older_file_all_data_is_changed() {
-        assert_eq!(findings(None, vec![extent(10, 1, 10, 0)], 100), [(10, 20, true, true)]);
+    fn same_address_or_zeros_in_both_is_unchanged() {
+        let data = || vec![extent(0, 1000, 100, 0)];
+        let unwritten = || vec![extent(0, 1000, 100, FIEMAP_EXTENT_UNWRITTEN)];
+        let split = vec![extent(0, 1000, 40, 0), extent(40, 1040, 60, 0)];
+        let moved = vec![extent(0, 5000, 100, 0)];
+        let shifted = vec![extent(10, 1000, 90, 0)];
+        let grown = vec![extent(0, 1000, 100, 0), extent(150, 9000, 50, 0)];
+        let cases: [(&str, Option<Vec<_>>, Vec<_>, Expected); 9] = [
+            ("split", Some(data()), split, &[(0, 40, true, false), (40, 100, true, false)]),
+            ("another address", Some(data()), moved, &[(0, 100, true, true)]),
+            ("shifted", Some(data()), shifted, &[(0, 10, false, true), (10, 100, true, true)]),
+            ("discarded", Some(data()), vec![], &[(0, 100, false, true)]),
+            ("zeroed", Some(data()), unwritten(), &[(0, 100, false, true)]),
+            ("a hole, then unwritten", Some(vec![]), unwritten(), &[]),
+            ("unwritten, then a hole", Some(unwritten()), vec![], &[]),
+            ("grown", Some(data()), grown, &[(0, 100, true, false), (150, 200, true, true)]),
+            ("without an older file", None, data(), &[(0, 100, true, true)]),
+        ];
+        for (name, old, new, expected) in cases {
+            assert_eq!(findings(old, new, 200), expected, "{name}");
+        }
     }
 
     #[test]

@@ -185,7 +185,7 @@ fn grow(store: &Store, volume: &Volume, device: &LoopDevice) -> Result<()> {
     device.release()?;
     let copied = grow_copy(store, volume, fs_type, &backing, method);
     let replaced = copied.and_then(|()| {
-        fs::rename(store.pool.growing_path(id), store.volume_path(id))
+        fs::rename(store.pool.growing_path(id), store.pool.volume_path(id))
             .context(|| format!("replacing the backing file of {id:?}"))?;
         reach("growth.replaced")
     });

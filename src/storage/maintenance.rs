@@ -261,7 +261,7 @@ fn merge(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot
         Header::new(&successor.id, &successor.volume_id, since, successor.sequence, capacity);
     // Before the commit no row refers to the file.
     store.catalog.write(|tx| tx.schedule_removal(&SnapshotFile::record(&merged)))?;
-    let path = store.record_path(&successor.id, merged.record_generation);
+    let path = store.pool.record_path(&successor.id, merged.record_generation);
     let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
     let parts = [(Bitmap::Allocated, vec![newer]), (Bitmap::Changed, changes)];
     for (bitmap, records) in parts {

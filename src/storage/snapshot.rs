@@ -168,8 +168,8 @@ pub fn collect(store: &Store, volume_id: &str) -> Result<()> {
     }
     for row in &rows {
         store.remove_clone_ahead(&row.id, pool::remove)?;
-        pool::remove(&store.snapshot_path(&row.id))?;
-        pool::remove(&store.record_path(&row.id, row.record_generation))?;
+        pool::remove(&store.pool.snapshot_path(&row.id))?;
+        pool::remove(&store.pool.record_path(&row.id, row.record_generation))?;
     }
     store.catalog.write(|tx| rows.iter().try_for_each(|row| tx.remove::<Snapshot>(&row.id)))
 }

@@ -50,30 +50,13 @@ pub struct Store {
 }
 
 impl Store {
-    pub fn volume_path(&self, id: &str) -> PathBuf {
-        self.pool.volume_path(id)
-    }
-
-    pub fn snapshot_path(&self, id: &str) -> PathBuf {
-        self.pool.snapshot_path(id)
-    }
-
-    pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {
-        self.pool.record_path(id, generation)
-    }
-
-    /// The clone made ahead from a snapshot for the next one.
-    pub fn clone_ahead_path(&self, snapshot_id: &str) -> PathBuf {
-        self.pool.clone_ahead_path(snapshot_id)
-    }
-
     /// Removes the clone made ahead from a snapshot, if there is one, with `remove`.
     pub fn remove_clone_ahead(
         &self,
         snapshot_id: &str,
         remove: fn(&Path) -> Result<()>,
     ) -> Result<()> {
-        self.clones_ahead.remove(&self.clone_ahead_path(snapshot_id), remove)
+        self.clones_ahead.remove(&self.pool.clone_ahead_path(snapshot_id), remove)
     }
 
     /// Removes a file that the catalog no longer refers to.
@@ -98,8 +81,8 @@ impl Store {
 
     fn path_of(&self, file: &SnapshotFile) -> PathBuf {
         match file {
-            SnapshotFile::Data { id } => self.snapshot_path(id),
-            SnapshotFile::Record { id, generation } => self.record_path(id, *generation),
+            SnapshotFile::Data { id } => self.pool.snapshot_path(id),
+            SnapshotFile::Record { id, generation } => self.pool.record_path(id, *generation),
         }
     }
 
@@ -123,7 +106,7 @@ impl Store {
 
     /// Opens the backing file of a volume, which may be too short, for reading and writing.
     pub fn find_volume(&self, volume: &Volume) -> Result<File> {
-        pool::open_file(&self.volume_path(&volume.id), true)?.ok_or_else(|| {
+        pool::open_file(&self.pool.volume_path(&volume.id), true)?.ok_or_else(|| {
             Error::Damaged(format!(
                 "the backing file of volume {:?} is missing; restore the volume from a backup",
                 volume.id
@@ -134,7 +117,7 @@ impl Store {
     /// Opens the data of a snapshot for reading. `Damaged` if it is missing or too short.
     pub fn open_snapshot(&self, snapshot: &Snapshot) -> Result<File> {
         let id = &snapshot.id;
-        let file = pool::open_file(&self.snapshot_path(id), false)?.ok_or_else(|| {
+        let file = pool::open_file(&self.pool.snapshot_path(id), false)?.ok_or_else(|| {
             Error::Damaged(format!("the data of snapshot {id:?} is missing; run `pool check`"))
         })?;
         let what = format_args!("the data of snapshot {id:?}");
@@ -144,13 +127,13 @@ impl Store {
     /// Whether an operation or another process has the data of a snapshot open. Ends the clone that
     /// is made ahead from it.
     pub fn is_in_use(&self, snapshot_id: &str) -> Result<bool> {
-        self.clones_ahead.stop(&self.clone_ahead_path(snapshot_id));
-        pool::has_users(&self.snapshot_path(snapshot_id))
+        self.clones_ahead.stop(&self.pool.clone_ahead_path(snapshot_id));
+        pool::has_users(&self.pool.snapshot_path(snapshot_id))
     }
 
     /// Opens the change record of a snapshot and checks that it matches the row.
     pub fn open_record(&self, snapshot: &Snapshot) -> Result<Arc<RecordReader>> {
-        let path = self.record_path(&snapshot.id, snapshot.record_generation);
+        let path = self.pool.record_path(&snapshot.id, snapshot.record_generation);
         let file = pool::open_file(&path, false)?.ok_or_else(|| {
             Error::Damaged(format!(
                 "the change record of {:?} is missing; take a full backup and run `pool check`",

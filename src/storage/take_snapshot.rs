@@ -149,9 +149,11 @@ fn copy_and_record(
 
 /// The file of a new snapshot: the clone made ahead, or else an empty file.
 fn target(store: &Store, volume: &Volume, snapshot: &Snapshot) -> Result<File> {
-    let path = store.snapshot_path(&snapshot.id);
+    let path = store.pool.snapshot_path(&snapshot.id);
     let ahead = match &volume.baseline {
-        Some(baseline) => store.clones_ahead.claim(&store.clone_ahead_path(baseline), &path)?,
+        Some(baseline) => {
+            store.clones_ahead.claim(&store.pool.clone_ahead_path(baseline), &path)?
+        }
         None => None,
     };
     ahead.map_or_else(|| pool::new_file(&path), Ok)
@@ -160,7 +162,7 @@ fn target(store: &Store, volume: &Volume, snapshot: &Snapshot) -> Result<File> {
 /// Begins to clone a new baseline for the next snapshot.
 fn clone_ahead(store: &Store, Member { volume, snapshot, target, .. }: Member) {
     if volume.change_tracking && store.pool.clones_atomically() {
-        store.clones_ahead.begin(target, store.clone_ahead_path(&snapshot.id));
+        store.clones_ahead.begin(target, store.pool.clone_ahead_path(&snapshot.id));
     }
 }
 
@@ -187,7 +189,7 @@ fn record(store: &Store, member: &Member, times: &mut StepTimes) -> Result<Prede
         snapshot.sequence,
         snapshot.capacity_bytes,
     );
-    let path = store.record_path(&snapshot.id, snapshot.record_generation);
+    let path = store.pool.record_path(&snapshot.id, snapshot.record_generation);
     let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
     reach("snapshot.comparing")?;
     let old = baseline.as_ref().map(|(baseline, file)| (file, baseline.capacity_bytes));
@@ -309,8 +311,8 @@ pub fn undo(store: &Store, snapshots: &[Snapshot], group: Option<&Group>) -> Res
     // fails, nothing is removed.
     store.catalog.write(|tx| undone.iter().try_for_each(|row| tx.put(row)))?;
     for row in &undone {
-        pool::remove(&store.snapshot_path(&row.id))?;
-        pool::remove(&store.record_path(&row.id, row.record_generation))?;
+        pool::remove(&store.pool.snapshot_path(&row.id))?;
+        pool::remove(&store.pool.record_path(&row.id, row.record_generation))?;
     }
     let group = match group {
         Some(group) => reading.get::<Group>(&group.id)?.filter(|row| row.phase == Phase::Creating),

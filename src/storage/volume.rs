@@ -62,7 +62,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         change_tracking: request.change_tracking,
         change_precision: request.change_precision,
         sector_size: sector_size(request, source.as_ref())?,
-        format: source.as_ref().and_then(OpenSource::format),
+        format: source.as_ref().and_then(|source| source.format),
         source: request.source.clone(),
         request: request.clone(),
         next_sequence: 1,
@@ -111,39 +111,19 @@ fn or_exists(existing: Volume, request: &VolumeRequest) -> Result<Volume> {
     )))
 }
 
-/// The open source of a new volume. A snapshot can be deleted meanwhile; its data remains.
-enum OpenSource {
-    Snapshot(Box<Snapshot>, File),
-    Volume(Box<Volume>, File),
+/// The open source of a new volume.
+struct OpenSource {
+    file: File,
+    capacity_bytes: u64,
+    format: Option<Format>,
+    sector_size: SectorSize,
+    object: SourceObject,
 }
 
-impl OpenSource {
-    fn format(&self) -> Option<Format> {
-        match self {
-            Self::Snapshot(snapshot, _) => snapshot.format,
-            Self::Volume(volume, _) => volume.format,
-        }
-    }
-
-    fn file(&self) -> &File {
-        match self {
-            Self::Snapshot(_, file) | Self::Volume(_, file) => file,
-        }
-    }
-
-    fn sector_size(&self) -> SectorSize {
-        match self {
-            Self::Snapshot(snapshot, _) => snapshot.sector_size,
-            Self::Volume(volume, _) => volume.sector_size,
-        }
-    }
-
-    fn capacity_bytes(&self) -> u64 {
-        match self {
-            Self::Snapshot(snapshot, _) => snapshot.capacity_bytes,
-            Self::Volume(volume, _) => volume.capacity_bytes,
-        }
-    }
+enum SourceObject {
+    /// The id. The snapshot can be deleted meanwhile; its data remains.
+    Snapshot(String),
+    Volume(Box<Volume>),
 }
 
 fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
@@ -155,13 +135,17 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
                 // It may have been deleted since the lookup.
                 store.catalog.read()?.live_snapshot(id).and(Err(error))
             })?;
-            OpenSource::Snapshot(Box::new(snapshot), file)
+            let Snapshot { id, capacity_bytes, format, sector_size, .. } = snapshot;
+            let object = SourceObject::Snapshot(id);
+            OpenSource { file, capacity_bytes, format, sector_size, object }
         }
         Source::Volume(id) => {
             let volume = reading.live_volume(id)?;
             writeback::check(store, &volume)?;
             let file = store.open_volume(&volume)?;
-            OpenSource::Volume(Box::new(volume), file)
+            let Volume { capacity_bytes, format, sector_size, .. } = volume;
+            let object = SourceObject::Volume(Box::new(volume));
+            OpenSource { file, capacity_bytes, format, sector_size, object }
         }
     })
 }
@@ -169,7 +153,7 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
 /// The sectors of a new volume: as requested, or its source's. Data that was written on small
 /// sectors may not be readable on larger ones.
 fn sector_size(request: &VolumeRequest, source: Option<&OpenSource>) -> Result<SectorSize> {
-    let inherited = source.map(OpenSource::sector_size).unwrap_or_default();
+    let inherited = source.map(|source| source.sector_size).unwrap_or_default();
     match request.sector_size {
         None => Ok(inherited),
         Some(requested) if requested.bytes() <= inherited.bytes() => Ok(requested),
@@ -187,7 +171,7 @@ fn sector_size(request: &VolumeRequest, source: Option<&OpenSource>) -> Result<S
 /// minimum of its filesystem.
 fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>) -> Result<u64> {
     let limit = request.limit_bytes;
-    let source_bytes = source.map_or(0, OpenSource::capacity_bytes);
+    let source_bytes = source.map_or(0, |source| source.capacity_bytes);
     let required = match request.required_bytes {
         0 if source_bytes > 0 => source_bytes,
         0 if limit > 0 => DEFAULT_BYTES.min(limit),
@@ -203,9 +187,9 @@ fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>)
     let bytes = whole_blocks(store, required.max(minimum), limit)?;
     // A raw block volume does not grow its filesystem.
     if let (Some(source), Some(_)) = (source, request.fs_type)
-        && let Some(format) = source.format()
+        && let Some(format) = source.format
     {
-        growth::check_size(format.fs_type, source.file(), bytes)?;
+        growth::check_size(format.fs_type, &source.file, bytes)?;
     }
     let room = room(store)?;
     if bytes > room.maximum_volume {
@@ -239,21 +223,22 @@ fn whole_blocks(store: &Store, bytes: u64, limit: u64) -> Result<u64> {
 /// Creates the backing file of `volume` durably.
 fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Result<()> {
     let doing = || format!("creating the backing file of volume {:?}", volume.name);
-    let path = store.volume_path(&volume.id);
+    let path = store.pool.volume_path(&volume.id);
     let file = pool::new_file(&path)?;
     store.pool.adopt(&file)?;
-    match source {
-        Some(OpenSource::Snapshot(snapshot, source)) => {
-            // The snapshot may be deleted meanwhile: its data remains while it is open.
-            let mut may_continue = || maintenance::check_need(store, &snapshot.id);
-            store.pool.copy(source, &file, snapshot.capacity_bytes, &mut may_continue)?;
-            reach("volume.cloned")?;
+    if let Some(OpenSource { file: source, capacity_bytes, object, .. }) = source {
+        match object {
+            SourceObject::Snapshot(id) => {
+                // The snapshot may be deleted meanwhile: its data remains while it is open.
+                let mut may_continue = || maintenance::check_need(store, id);
+                store.pool.copy(source, &file, *capacity_bytes, &mut may_continue)?;
+                reach("volume.cloned")?;
+            }
+            SourceObject::Volume(volume) => {
+                file.set_len(*capacity_bytes).context(doing)?;
+                point_in_time::copy_all(store, &[CopyJob { volume, source, target: &file }])?;
+            }
         }
-        Some(OpenSource::Volume(volume, source)) => {
-            file.set_len(volume.capacity_bytes).context(doing)?;
-            point_in_time::copy_all(store, &[CopyJob { volume, source, target: &file }])?;
-        }
-        None => {}
     }
     file.set_len(volume.capacity_bytes).context(doing)?;
     reach("volume.sized")?;
@@ -285,7 +270,7 @@ pub fn delete(store: &Store, id: &str) -> Result<()> {
 pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
     let volume = Volume { phase: Phase::Deleting, ..volume };
     store.catalog.write(|tx| tx.put(&volume))?;
-    let path = store.volume_path(&volume.id);
+    let path = store.pool.volume_path(&volume.id);
     if let Ok(backing) = File::open(&path) {
         LoopDevice::detach_all(&backing)?;
     }

@@ -80,7 +80,7 @@ fn is_open_error(error: &io::Error) -> bool {
 /// Receives errors that a detach would not report, like [`sync_before_unmount`].
 pub fn flush_before_detach(store: &Store, volume_id: &str, device: &LoopDevice) {
     let _ = flush_device(store, volume_id, device);
-    if let Ok(backing) = File::open(store.volume_path(volume_id)) {
+    if let Ok(backing) = File::open(store.pool.volume_path(volume_id)) {
         let _ = flush_file(store, volume_id, &backing);
     }
 }
@@ -179,29 +179,17 @@ pub fn staged(store: &Store, volume_id: &str) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use tempfile::TempDir;
 
     use super::super::model::VolumeRequest;
-    use super::super::pool::{PoolChoice, PoolKind};
-    use super::super::{Backend, Config, CreateVolume};
+    use super::super::pool::PoolKind;
+    use super::super::reconcile::tests::config;
+    use super::super::{Backend, CreateVolume};
     use super::*;
     use common::fail_point::in_tests::fail_after;
 
-    fn config(directory: &TempDir) -> Config {
-        Config {
-            data_dir: directory.path().join("data"),
-            pool: PoolChoice::Kind(PoolKind::Copy),
-            pool_size: None,
-            pool_sparse: true,
-            pool_block_size: None,
-            freeze_guard: Default::default(),
-            retention: Duration::from_secs(3600),
-            overcommit: 1e6,
-            inline: Default::default(),
-            runtime: None,
-        }
+    fn open(directory: &TempDir) -> Backend {
+        Backend::open(config(directory.path(), PoolKind::Copy)).unwrap()
     }
 
     fn volume(backend: &Backend, name: &str) -> Volume {
@@ -221,7 +209,7 @@ mod tests {
     #[test]
     fn unrecorded_lost_writes_are_refused_and_recorded_later() {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        let backend = Backend::open(config(&directory)).unwrap();
+        let backend = open(&directory);
         let (lost, whole) = (volume(&backend, "lost"), volume(&backend, "whole"));
         let row = |id: &str| backend.store.catalog.read().unwrap().live_volume(id).unwrap();
         fail_after(Some(0));
@@ -234,7 +222,7 @@ mod tests {
         let recorded = row(&lost.id).lost_writes.unwrap();
         assert!(recorded.cause.contains("flushing"), "{recorded:?}");
         drop(backend);
-        let backend = Backend::open(config(&directory)).unwrap();
+        let backend = open(&directory);
         assert!(is_refused(&backend.store, &lost.id));
         // The first report is kept.
         reported(&backend.store, &lost, libc::ENOSPC).unwrap_err();
@@ -245,7 +233,7 @@ mod tests {
     #[test]
     fn an_error_of_the_call_is_not_a_lost_write() {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        let backend = Backend::open(config(&directory)).unwrap();
+        let backend = open(&directory);
         let volume = volume(&backend, "v");
         for code in [libc::EINTR, libc::ENOMEM] {
             assert!(matches!(reported(&backend.store, &volume, code), Err(Error::Io { .. })));

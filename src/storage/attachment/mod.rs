@@ -42,7 +42,7 @@ fn is_mounted_at(path: &Path, device: &LoopDevice) -> Result<bool> {
 
 /// The device of a volume, even if its backing file was deleted.
 fn device_of(store: &Store, volume_id: &str) -> Result<Option<LoopDevice>> {
-    match pool::open_file(&store.volume_path(volume_id), false)? {
+    match pool::open_file(&store.pool.volume_path(volume_id), false)? {
         Some(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
         None => LoopDevice::find_deleted(volume_id),
     }

@@ -60,7 +60,7 @@ pub struct CatalogFile(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    file: DirectFile,
+    file: Arc<DirectFile>,
     mode: Mode,
     release_reserve: ReleaseReserve,
     written: RwLock<Written>,
@@ -87,6 +87,19 @@ fn reserved_bytes(len: u64) -> u64 {
 
 impl CatalogFile {
     pub fn new(file: DirectFile, mode: Mode, release_reserve: ReleaseReserve) -> io::Result<Self> {
+        Self::with(Arc::new(file), mode, release_reserve)
+    }
+
+    /// A new handle in [`Mode::Overlay`] to the same open file. It needs no descriptor.
+    pub fn overlay(&self) -> io::Result<Self> {
+        Self::with(Arc::clone(&self.0.file), Mode::Overlay, ReleaseReserve::default())
+    }
+
+    fn with(
+        file: Arc<DirectFile>,
+        mode: Mode,
+        release_reserve: ReleaseReserve,
+    ) -> io::Result<Self> {
         let written = Written { len: file.len()?, pages: BTreeMap::new() };
         let file = Self(Arc::new(Inner {
             file,

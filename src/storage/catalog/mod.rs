@@ -115,18 +115,26 @@ struct OpenStore {
 }
 
 impl OpenStore {
-    fn new(file: DirectFile, mode: Mode, release_reserve: ReleaseReserve) -> Result<Self> {
-        let file =
-            CatalogFile::new(file, mode, release_reserve).map_err(|e| Error::io("catalog", e))?;
-        let database = Database::builder()
-            .set_cache_size(CACHE_BYTES)
-            .create_with_backend(file.clone())
-            .map_err(failed)?;
+    fn new(file: DirectFile, release_reserve: ReleaseReserve) -> Result<Self> {
+        let file = CatalogFile::new(file, Mode::Durable, release_reserve)
+            .map_err(|e| Error::io("catalog", e))?;
+        Ok(Self { database: Self::database(&file)?, file })
+    }
+
+    /// A store of the same open file. Its changes stay in memory.
+    fn overlay(&self, is_verified: bool) -> Result<Self> {
+        let file = self.file.overlay().map_err(|e| Error::io("catalog", e))?;
+        let database = match is_verified {
+            true => Self::database(&file)?,
+            // Page by page, so much slower than by path.
+            false => verify::open_verified(file.clone())?,
+        };
         Ok(Self { database, file })
     }
 
-    fn open(path: &Path, mode: Mode, release_reserve: &ReleaseReserve) -> Result<Self> {
-        Self::new(open_file(path)?, mode, release_reserve.clone())
+    fn database(file: &CatalogFile) -> Result<Database> {
+        let mut builder = Database::builder();
+        builder.set_cache_size(CACHE_BYTES).create_with_backend(file.clone()).map_err(failed)
     }
 
     /// Whether it can serve transactions of this mode. A durable store serves readers too.
@@ -168,7 +176,7 @@ impl Catalog {
 
     fn with(path: &Path, file: DirectFile, release_reserve: ReleaseReserve) -> Result<Self> {
         let is_blank = file.len().context(|| format!("opening {}", path.display()))? == 0;
-        let store = RwLock::new(OpenStore::new(file, Mode::Durable, release_reserve.clone())?);
+        let store = RwLock::new(OpenStore::new(file, release_reserve.clone())?);
         let catalog = Self {
             path: path.to_owned(),
             release_reserve,
@@ -193,22 +201,26 @@ impl Catalog {
 
     /// Reopens the store from disk: the committed rows, and perhaps the transaction that failed.
     /// Readers of the previous store get an error at their next access. While the disk rejects
-    /// writes, readers get a store that keeps recovery changes in memory.
+    /// writes, or no file can be opened, readers get a store of the file that is open already. It
+    /// keeps recovery changes in memory.
     fn reopen(&self, mode: Mode) -> Result<()> {
         let mut store = self.store.write().unwrap_or_else(PoisonError::into_inner);
         if store.serves(mode) {
             return Ok(());
         }
         store.file.retire();
-        verify::verify(&self.path)?;
-        *store = match OpenStore::open(&self.path, Mode::Durable, &self.release_reserve) {
+        let verified = verify::verify(&self.path);
+        let is_verified = verified.is_ok();
+        let opened = verified
+            .and_then(|()| OpenStore::new(open_file(&self.path)?, self.release_reserve.clone()));
+        *store = match opened {
             Ok(opened) => {
                 warn!("reopened the catalog after an I/O error");
                 opened
             }
-            Err(error) if mode == Mode::Overlay => {
+            Err(error) if mode == Mode::Overlay && !matches!(error, Error::Damaged(_)) => {
                 warn!(%error, "the catalog is not writable; it is read-only until the next change succeeds");
-                OpenStore::open(&self.path, Mode::Overlay, &self.release_reserve)?
+                store.overlay(is_verified)?
             }
             Err(error) => return Err(error),
         };

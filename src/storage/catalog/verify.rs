@@ -57,6 +57,11 @@ pub fn verify_or_repair(path: &Path) -> Result<()> {
     replace(path, &cached)
 }
 
+/// Opens a store and verifies it. No file is opened.
+pub(super) fn open_verified(file: CatalogFile) -> Result<Database> {
+    catch_panics(|| verified(open_in_place(file)?))
+}
+
 /// redb panics on some corrupt files.
 fn catch_panics<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = catch_unwind(AssertUnwindSafe(read));
@@ -75,18 +80,23 @@ fn open(path: &Path) -> Result<Database> {
         return open_copy(&copy_of(|out, offset| file.read_some(out, offset))?);
     }
     let file = file.via_empty_page_cache().context(reading)?;
-    let file = CatalogFile::new(file, Mode::Overlay, ReleaseReserve::default()).context(reading)?;
+    open_in_place(
+        CatalogFile::new(file, Mode::Overlay, ReleaseReserve::default()).context(reading)?,
+    )
+}
+
+fn open_in_place(file: CatalogFile) -> Result<Database> {
     let mut builder = Database::builder();
-    builder.set_cache_size(CACHE_BYTES).create_with_backend(file).map_err(damaged)
+    builder.set_cache_size(CACHE_BYTES).create_with_backend(file).map_err(unusable)
 }
 
 fn open_copy(copy: &File) -> Result<Database> {
-    Database::open(format!("/proc/self/fd/{}", copy.as_raw_fd())).map_err(damaged)
+    Database::open(format!("/proc/self/fd/{}", copy.as_raw_fd())).map_err(unusable)
 }
 
 /// Verifies every checksum of a store and its format version.
 fn verified(mut store: Database) -> Result<Database> {
-    if !store.check_integrity().map_err(damaged)? {
+    if !store.check_integrity().map_err(unusable)? {
         return Err(damaged("its checksums do not match"));
     }
     store.begin_read().map(ReadTx).map_err(failed)?.check_version()?;
@@ -131,6 +141,17 @@ fn copy_of(read: impl Fn(&mut [u8], u64) -> io::Result<usize>) -> Result<File> {
         offset += read as u64;
     }
     if offset == 0 { Err(damaged("it is empty")) } else { Ok(copy) }
+}
+
+/// An error of the disk or of the process is not damage. One of redb without a code of the system
+/// is: contents that it does not accept.
+fn unusable(error: impl Into<redb::Error>) -> Error {
+    match error.into() {
+        redb::Error::Io(source) if source.raw_os_error().is_some() => {
+            Error::io("reading the catalog", source)
+        }
+        other => damaged(other),
+    }
 }
 
 pub fn damaged(what: impl fmt::Display) -> Error {

@@ -55,7 +55,7 @@ pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
 
 /// Opens the backing file in the pool, if it exists.
 fn open(store: &Store, row: &Inline, write: bool) -> Result<Option<File>> {
-    pool::open_file(&store.volume_path(&row.id), write)
+    pool::open_file(&store.pool.volume_path(&row.id), write)
 }
 
 /// The problem of the backing file, if any.
@@ -112,7 +112,7 @@ pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
 /// Creates the backing file durably.
 fn make(store: &Store, row: &Inline) -> Result<File> {
     let doing = || format!("creating the backing file of inline volume {:?}", row.handle);
-    let file = pool::new_file(&store.volume_path(&row.id))?;
+    let file = pool::new_file(&store.pool.volume_path(&row.id))?;
     store.pool.adopt(&file)?;
     file.set_len(row.capacity_bytes).context(doing)?;
     reach("inline.sized")?;
@@ -144,5 +144,5 @@ pub fn remove(store: &Store, row: &Inline) -> Result<()> {
     if row.request.in_memory {
         return Ok(());
     }
-    pool::remove(&store.volume_path(&row.id))
+    pool::remove(&store.pool.volume_path(&row.id))
 }

@@ -11,12 +11,13 @@ use linux_raw_sys::ioctl::FIEMAP_EXTENT_SHARED;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statfs::{FsType, statfs};
+use nix::unistd::truncate;
 use tracing::{info, warn};
 
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::{hit, reach};
 use super::super::sys;
-use super::{filesystem_room, new_file, remove_and_free, sync_directory};
+use super::{filesystem_room, new_file, sync_directory};
 
 /// Filesystems that write every block to a new place (statfs(2), sources of ZFS and bcachefs).
 /// There `fallocate` does not reserve space for a later write. (nix has some of these for glibc
@@ -222,18 +223,15 @@ pub fn release_for_start(data_dir: &Path) -> Result<()> {
 pub fn release(data_dir: &Path) -> Result<()> {
     let path = reserve_path(data_dir);
     let left = match reserve_length(&path)? {
-        None => return Ok(()),
+        None | Some(0) => return Ok(()),
         Some(length) => length.saturating_sub(STEP),
     };
-    if left == 0 {
-        remove_and_free(&path)?;
-    } else {
-        let releasing = || format!("releasing part of {}", path.display());
-        let file = File::options().write(true).open(&path).context(releasing)?;
-        file.set_len(left).and_then(|()| file.sync_all()).context(releasing)?;
-    }
+    let releasing = || format!("releasing part of {}", path.display());
+    // By path: the space is needed also when the process cannot open more files.
+    truncate(&path, left as i64).context(releasing)?;
     warn!(left, "the filesystem of the pool image is full; released part of {}", path.display());
-    Ok(())
+    // Without it, the filesystem may take longer to make the space available.
+    File::open(&path).and_then(|file| file.sync_all()).context(releasing)
 }
 
 fn write_reserve(path: &Path, in_place: bool) -> Result<()> {

@@ -215,6 +215,7 @@ impl dyn Pool + '_ {
         Directory::Snapshots.path(self.root()).join(id)
     }
 
+    /// The clone made ahead from a snapshot for the next one.
     pub fn clone_ahead_path(&self, snapshot_id: &str) -> PathBuf {
         self.snapshot_path(&format!("{snapshot_id}{CLONE_AHEAD_SUFFIX}"))
     }
@@ -420,9 +421,10 @@ fn open_new_kind(data_dir: &Path, kind: PoolKind, image: &ImageChoice) -> Result
 
 fn open_kind(data_dir: &Path, marker: &Marker, purpose: Purpose) -> Result<Box<dyn Pool>> {
     Ok(match marker.kind {
-        PoolKind::Reflink => Box::new(ReflinkPool::open(data_dir)?),
+        PoolKind::Reflink => Box::new(ReflinkPool::open(data_dir.to_owned(), None)?),
         PoolKind::Image => {
-            Box::new(ReflinkPool::on_image(Image::open(data_dir, marker.allocated, purpose)?)?)
+            let image = Image::open(data_dir, marker.allocated, purpose)?;
+            Box::new(ReflinkPool::open(image.root(), Some(image))?)
         }
         PoolKind::Copy => Box::new(CopyPool::open(data_dir)),
     })

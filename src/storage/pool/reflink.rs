@@ -34,17 +34,9 @@ pub struct ReflinkPool {
 }
 
 impl ReflinkPool {
-    /// Uses the directory `root`. An error if its filesystem does not support reflink.
-    pub fn open(root: &Path) -> Result<Self> {
-        Self::on(root.to_owned(), None)
-    }
-
-    /// Uses the XFS of an image.
-    pub fn on_image(image: Image) -> Result<Self> {
-        Self::on(image.root(), Some(image))
-    }
-
-    fn on(root: PathBuf, image: Option<Image>) -> Result<Self> {
+    /// Uses the directory `root`, which is in the image if there is one. An error if its filesystem
+    /// does not support reflink.
+    pub fn open(root: PathBuf, image: Option<Image>) -> Result<Self> {
         probe(&root)?;
         let block_size = filesystem_block_size(&root)?;
         Ok(Self { root, image, block_size })

@@ -108,7 +108,7 @@ fn reconcile_removals(store: &Store) -> Result<()> {
 /// Logs snapshots whose data is missing.
 fn log_missing_data(store: &Store) -> Result<()> {
     store.catalog.read()?.scan(None, |row: Snapshot| {
-        if row.has_data && !store.snapshot_path(&row.id).exists() {
+        if row.has_data && !store.pool.snapshot_path(&row.id).exists() {
             error!(snapshot = row.id, "the data of a snapshot is missing");
         }
         Ok(true)
@@ -129,4 +129,4 @@ fn forget_deleted_volumes(store: &Store) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

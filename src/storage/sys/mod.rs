@@ -43,6 +43,12 @@ fn ioctl_value(fd: impl AsFd, request: u32, value: c_ulong) -> io::Result<c_int>
     check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as libc::Ioctl, value) })
 }
 
+/// A command of fcntl(2) whose argument is an integer.
+fn fcntl_value(file: &File, command: c_int, value: c_int) -> io::Result<()> {
+    // SAFETY: `command` is one whose argument is not a pointer.
+    check(unsafe { libc::fcntl(file.as_raw_fd(), command, value) }).map(drop)
+}
+
 /// An ioctl that reads or writes `T`.
 fn ioctl_struct<T>(fd: impl AsFd, request: u32, value: &mut T) -> io::Result<c_int> {
     // SAFETY: every caller passes the structure that `request` is defined for, alive for the call.
@@ -149,16 +155,8 @@ pub fn thaw(dir: &File) -> io::Result<()> {
 /// process, as the backing file of a loop device, or as swap space. Linux grants a write lease only
 /// if it is not. An error if the filesystem or the caller's rights allow no lease.
 pub fn has_other_writer(file: &File) -> io::Result<bool> {
-    /// From linux/fcntl.h.
-    const F_SETSIG: c_int = 10;
-    let set = |what: c_int, value: c_int| {
-        // SAFETY: takes integers.
-        check(unsafe { libc::fcntl(file.as_raw_fd(), what, value) })
-    };
-    // If another process opens the file meanwhile, this one gets a signal, by default a fatal one.
-    set(F_SETSIG, libc::SIGURG)?;
-    match set(libc::F_SETLEASE, libc::F_WRLCK) {
-        Ok(_) => set(libc::F_SETLEASE, libc::F_UNLCK).map(|_| false),
+    match lease(file) {
+        Ok(()) => fcntl_value(file, libc::F_SETLEASE, libc::F_UNLCK).map(|()| false),
         Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(true),
         Err(e) => Err(e),
     }
@@ -180,12 +178,9 @@ pub fn set_inode_flags(file: &File, flags: u32) -> io::Result<()> {
 /// any process or of a loop device, has the file open (fcntl(2); exact since Linux 5.3). Meanwhile
 /// another open waits.
 pub fn lease(file: &File) -> io::Result<()> {
-    let fd = file.as_raw_fd();
     // By default an open that waits sends SIGIO, which would end this process. SIGURG is ignored.
-    // SAFETY: both commands take an integer.
-    check(unsafe { libc::fcntl(fd, F_SETSIG as c_int, libc::SIGURG) })?;
-    // SAFETY: as above.
-    check(unsafe { libc::fcntl(fd, libc::F_SETLEASE, c_int::from(libc::F_WRLCK)) }).map(drop)
+    fcntl_value(file, F_SETSIG as c_int, libc::SIGURG)?;
+    fcntl_value(file, libc::F_SETLEASE, libc::F_WRLCK)
 }
 
 /// The extended inode flags (`FS_XFLAG_…`).

@@ -5,7 +5,7 @@ use super::*;
 use crate::fail_point::in_tests;
 use crate::model::{ChainBreak, Phase, VolumeRequest};
 
-fn volume(id: &str) -> Volume {
+pub fn volume(id: &str) -> Volume {
     Volume {
         id: id.to_owned(),
         name: id.to_owned(),
@@ -88,6 +88,34 @@ fn a_catalog_that_is_not_writable_can_be_read() {
     drop(catalog);
     read_verified(&path, |_| Ok(())).unwrap();
     assert_eq!(ids(&Catalog::open(&path, Default::default()).unwrap()), ["a", "b0", "b1"]);
+}
+
+/// As without free descriptors: then the open file is all that the catalog has.
+#[test]
+fn a_catalog_that_cannot_be_opened_is_verified_and_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let [path, aside] = ["catalog.redb", "aside"].map(|name| directory.path().join(name));
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
+    catalog.write(|tx| tx.put(&volume("a"))).unwrap();
+    fs::rename(&path, &aside).unwrap();
+    fs::create_dir(&path).unwrap();
+    fail(&catalog);
+    assert!(catalog.check_writable().is_err());
+    assert_eq!(ids(&catalog), ["a"]);
+
+    let intact = fs::read(&aside).unwrap();
+    let mut damaged = intact.clone();
+    damaged[PAGE_BYTES as usize..].iter_mut().for_each(|byte| *byte ^= 1);
+    fs::write(&aside, damaged).unwrap();
+    fail(&catalog);
+    let read = catalog.read().map(drop);
+    assert!(matches!(read, Err(Error::Damaged(_))), "{read:?}");
+
+    fs::write(&aside, intact).unwrap();
+    fs::remove_dir(&path).unwrap();
+    fs::rename(&aside, &path).unwrap();
+    catalog.write(|tx| tx.put(&volume("b"))).unwrap();
+    assert_eq!(ids(&catalog), ["a", "b"]);
 }
 
 /// The tables are created before the catalog gets its name.

@@ -16,7 +16,7 @@ fn an_hour_ahead(pool: &Pool, snapshot: &Snapshot) -> (u64, u32) {
 
 #[test]
 fn root_times_ascend_after_the_clock_was_set_back() {
-    for_each_pool("root_times_ascend_after_the_clock_was_set_back", |pool| {
+    for_each_pool(|pool| {
         let [volume, other] = ["v", "other"].map(|name| pool.volume(name));
         let first = pool.snapshot("first", &volume);
         let mut times = vec![an_hour_ahead(pool, &first)];
@@ -43,7 +43,7 @@ fn root_times_ascend_after_the_clock_was_set_back() {
 
 #[test]
 fn root_a_clock_that_was_set_ahead_drops_no_record() {
-    for_each_pool("root_a_clock_that_was_set_ahead_drops_no_record", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let base = pool.snapshot("base", &volume);
         pool.write(&volume, 3, 1);
@@ -67,7 +67,7 @@ fn root_a_clock_that_was_set_ahead_drops_no_record() {
 
 #[test]
 fn root_a_clock_that_was_set_back_shortens_no_retention() {
-    for_each_pool("root_a_clock_that_was_set_back_shortens_no_retention", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let base = pool.snapshot("base", &volume);
         let ahead = an_hour_ahead(pool, &base);

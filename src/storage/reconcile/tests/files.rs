@@ -6,7 +6,7 @@ use common::fail_point::in_tests::fail_after;
 
 #[test]
 fn root_unneeded_data_is_removed_and_needed_data_is_kept() {
-    for_each_pool("root_unneeded_data_is_removed_and_needed_data_is_kept", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         pool.write(&volume, 0, 1);
         let a = pool.snapshot("a", &volume);
@@ -14,7 +14,7 @@ fn root_unneeded_data_is_removed_and_needed_data_is_kept() {
         pool.write(&volume, 1, 1);
         let b = pool.snapshot("b", &volume);
         // The process died after the commit: the old baseline still exists.
-        let left = pool.store().snapshot_path(&a.id);
+        let left = pool.store().pool.snapshot_path(&a.id);
         assert!(!left.exists());
         let row = pool.row(&a.id);
         pool.put(&Snapshot { has_data: true, ..row.clone() });
@@ -26,8 +26,8 @@ fn root_unneeded_data_is_removed_and_needed_data_is_kept() {
         pool.backend().delete_snapshot(&b.id).unwrap();
         drop(file);
         pool.recover();
-        assert!(!pool.store().snapshot_path(&a.id).exists());
-        assert!(pool.store().snapshot_path(&b.id).exists());
+        assert!(!pool.store().pool.snapshot_path(&a.id).exists());
+        assert!(pool.store().pool.snapshot_path(&b.id).exists());
         pool.write(&volume, 2, 1);
         let c = pool.snapshot("c", &volume);
         assert_eq!(pool.delta(&b, &c), [2]);
@@ -37,10 +37,10 @@ fn root_unneeded_data_is_removed_and_needed_data_is_kept() {
 
 #[test]
 fn root_a_lost_baseline_breaks_the_chain() {
-    for_each_pool("root_a_lost_baseline_breaks_the_chain", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let a = pool.snapshot("a", &volume);
-        pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
+        pool::remove(&pool.store().pool.snapshot_path(&a.id)).unwrap();
         pool.restart();
         pool.write(&volume, 1, 1);
         let b = pool.snapshot("b", &volume);
@@ -54,7 +54,7 @@ fn root_a_lost_baseline_breaks_the_chain() {
 
 #[test]
 fn root_only_the_current_record_generation_is_kept() {
-    for_each_pool("root_only_the_current_record_generation_is_kept", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let snapshots = [0, 1, 2].map(|number| {
             pool.write(&volume, number, 1);
@@ -65,25 +65,27 @@ fn root_only_the_current_record_generation_is_kept() {
         // A merge of b into c wrote its file but did not commit.
         let newer = SnapshotFile::Record { id: c.id.clone(), generation: 1 };
         pool.store().catalog.write(|tx| tx.schedule_removal(&newer)).unwrap();
-        let newer = pool.store().record_path(&c.id, 1);
+        let newer = pool.store().pool.record_path(&c.id, 1);
         write_record(&newer, c, Some(&a.id), 3, &[1, 2]);
         pool.backend = None;
         let found = check::check(&pool.config.data_dir).unwrap().findings;
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!(found[0].kind, check::FindingKind::Unfinished);
         pool.recover();
-        assert!(!pool.store().record_path(&c.id, 1).exists());
+        assert!(!pool.store().pool.record_path(&c.id, 1).exists());
         assert_eq!(pool.delta(a, c), [1, 2]);
         assert_eq!(pool.delta(b, c), [2]);
         // The merge was committed but the old files were not removed.
-        write_record(&pool.store().record_path(&c.id, 1), c, Some(&a.id), 3, &[1, 2]);
+        write_record(&pool.store().pool.record_path(&c.id, 1), c, Some(&a.id), 3, &[1, 2]);
         let predecessor = Predecessor::Snapshot(a.id.clone());
         pool.put(&Snapshot { predecessor, record_generation: 1, ..pool.row(&c.id) });
         pool.put(&Snapshot { phase: SnapshotPhase::Forgotten { at: now().0 }, ..pool.row(&b.id) });
         pool.recover();
         let store = pool.store();
-        assert!(store.record_path(&c.id, 1).exists() && !store.record_path(&c.id, 0).exists());
-        assert!(!store.record_path(&b.id, 0).exists());
+        assert!(
+            store.pool.record_path(&c.id, 1).exists() && !store.pool.record_path(&c.id, 0).exists()
+        );
+        assert!(!store.pool.record_path(&b.id, 0).exists());
         assert_eq!(pool.delta(a, c), [1, 2]);
         let refused = pool.backend().delta(&b.id, &c.id).unwrap_err();
         assert!(matches!(refused, Error::Precondition(_)), "{refused}");
@@ -93,8 +95,7 @@ fn root_only_the_current_record_generation_is_kept() {
 /// Failing steps of an expansion: after the file is extended, after the flush, and in the catalog.
 #[test]
 fn root_a_failed_expansion_never_shrinks_the_volume() {
-    let name = "root_a_failed_expansion_never_shrinks_the_volume";
-    for_each_pool(name, |pool| {
+    for_each_pool(|pool| {
         for steps in 0..3 {
             let volume = pool.volume(&format!("v{steps}"));
             let backend = pool.backend().clone();
@@ -118,7 +119,7 @@ fn root_a_failed_expansion_never_shrinks_the_volume() {
             assert_eq!(backend.expand_on_node(&volume.id, &staged).unwrap(), 8 * MIB);
             let snapshot = pool.snapshot(&format!("s{steps}"), &volume);
             assert_eq!(snapshot.capacity_bytes, 8 * MIB);
-            let data = File::open(pool.store().snapshot_path(&snapshot.id)).unwrap();
+            let data = File::open(pool.store().pool.snapshot_path(&snapshot.id)).unwrap();
             let mut block = [0; BLOCK as usize];
             data.read_exact_at(&mut block, 7 * MIB).unwrap();
             assert_eq!(block, [7; BLOCK as usize]);
@@ -133,7 +134,7 @@ fn root_a_failed_expansion_never_shrinks_the_volume() {
 
 #[test]
 fn root_a_staged_volume_is_never_smaller_than_its_device() {
-    for_each_pool("root_a_staged_volume_is_never_smaller_than_its_device", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         fail_after(Some(0));
         assert!(pool.backend().expand_volume(&volume.id, 8 * MIB, 0).is_err());
@@ -148,8 +149,7 @@ fn root_a_staged_volume_is_never_smaller_than_its_device() {
 
 #[test]
 fn root_retention_of_a_deleted_baseline_starts_when_replaced() {
-    let name = "root_retention_of_a_deleted_baseline_starts_when_replaced";
-    for_each_pool(name, |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let base = pool.snapshot("base", &volume);
         pool.backend().delete_snapshot(&base.id).unwrap();

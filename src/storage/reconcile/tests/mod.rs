@@ -30,6 +30,22 @@ mod use_and_loss;
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
 
+pub fn config(directory: &Path, kind: PoolKind) -> Config {
+    Config {
+        data_dir: directory.join("data"),
+        pool: PoolChoice::Kind(kind),
+        pool_size: Some(4 << 30),
+        pool_sparse: true,
+        // Tests write records in blocks of 4 KiB.
+        pool_block_size: Some(BLOCK_SIZE),
+        retention: Duration::from_secs(3600),
+        overcommit: 1e6,
+        inline: Default::default(),
+        runtime: None,
+        freeze_guard: Default::default(),
+    }
+}
+
 /// A backend that can be closed and reopened. Detaches everything at the end, also after a panic.
 struct Pool {
     backend: Option<Backend>,
@@ -41,19 +57,7 @@ struct Pool {
 impl Pool {
     fn new(kind: PoolKind) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        let config = Config {
-            data_dir: directory.path().join("data"),
-            pool: PoolChoice::Kind(kind),
-            pool_size: Some(4 << 30),
-            pool_sparse: true,
-            // Tests write records in blocks of 4 KiB.
-            pool_block_size: Some(BLOCK_SIZE),
-            retention: Duration::from_secs(3600),
-            overcommit: 1e6,
-            inline: Default::default(),
-            runtime: None,
-            freeze_guard: Default::default(),
-        };
+        let config = config(directory.path(), kind);
         let backend = Some(Backend::open(config.clone()).unwrap());
         Self { backend, config, staged: Vec::new(), directory }
     }
@@ -115,7 +119,7 @@ impl Pool {
     }
 
     fn device(&self, volume: &Volume) -> Option<LoopDevice> {
-        let file = File::open(self.store().volume_path(&volume.id)).unwrap();
+        let file = File::open(self.store().pool.volume_path(&volume.id)).unwrap();
         LoopDevice::find(&file).unwrap().into_iter().next()
     }
 
@@ -144,8 +148,8 @@ impl Pool {
     fn assert_removed(&self, row: &Snapshot) {
         let store = self.store();
         assert_eq!(store.catalog.read().unwrap().get::<Snapshot>(&row.id).unwrap(), None);
-        assert!(!store.snapshot_path(&row.id).exists());
-        assert!(!store.record_path(&row.id, row.record_generation).exists());
+        assert!(!store.pool.snapshot_path(&row.id).exists());
+        assert!(!store.pool.record_path(&row.id, row.record_generation).exists());
     }
 }
 
@@ -200,17 +204,17 @@ fn mounted(fs_type: FsType) -> Capability {
     Capability { access, mode: AccessMode::SingleNodeWriter }
 }
 
-fn have_root(test: &str) -> bool {
+fn have_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
-        println!("SKIPPED: {test}: needs root");
+        println!("SKIPPED: {}: needs root", std::thread::current().name().unwrap_or_default());
     }
     is_root
 }
 
 /// Runs a test on a new pool of each kind that creates and removes files differently.
-fn for_each_pool(test: &str, run: impl Fn(&mut Pool)) {
-    if !have_root(test) {
+fn for_each_pool(run: impl Fn(&mut Pool)) {
+    if !have_root() {
         return;
     }
     for kind in [PoolKind::Image, PoolKind::Copy] {

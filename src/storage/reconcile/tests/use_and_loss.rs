@@ -7,7 +7,7 @@ use super::*;
 
 #[test]
 fn root_an_attachment_without_its_device_is_removed() {
-    for_each_pool("root_an_attachment_without_its_device_is_removed", |pool| {
+    for_each_pool(|pool| {
         for (name, capability) in [("raw", raw()), ("ext4", mounted(FsType::Ext4))] {
             let volume = pool.volume(name);
             let target = pool.directory.path().join(format!("target-{name}"));
@@ -36,11 +36,11 @@ fn root_an_attachment_without_its_device_is_removed() {
 /// other.
 #[test]
 fn root_an_attachment_without_its_file_is_kept() {
-    for_each_pool("root_an_attachment_without_its_file_is_kept", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let staged = pool.stage(&volume, &mounted(FsType::Ext4));
         let backing = pool.store().open_volume(&volume).unwrap();
-        fs::remove_file(pool.store().volume_path(&volume.id)).unwrap();
+        fs::remove_file(pool.store().pool.volume_path(&volume.id)).unwrap();
         pool.restart();
         let refused = pool.backend().delete_volume(&volume.id);
         let unstaged = pool.backend().unstage(&volume.id, &staged);
@@ -62,7 +62,7 @@ fn root_an_attachment_without_its_file_is_kept() {
 /// The filesystem is mounted in a container, or was: then only the freeze keeps it.
 #[test]
 fn root_a_frozen_filesystem_of_a_container_is_thawed() {
-    for_each_pool("root_a_frozen_filesystem_of_a_container_is_thawed", |pool| {
+    for_each_pool(|pool| {
         for fs_type in FsType::ALL {
             let mut request = pool.request(fs_type.name());
             request.request.required_bytes = 300 * MIB;
@@ -140,7 +140,7 @@ fn container(device: &LoopDevice, fs_type: FsType) -> std::process::Child {
 
 #[test]
 fn root_a_frozen_filesystem_is_thawed() {
-    for_each_pool("root_a_frozen_filesystem_is_thawed", |pool| {
+    for_each_pool(|pool| {
         let mut request = pool.request("v");
         request.request.required_bytes = 32 * MIB;
         let volume = pool.backend().create_volume(&request).unwrap();
@@ -187,7 +187,7 @@ fn root_a_frozen_filesystem_is_thawed() {
 
 #[test]
 fn root_an_unfinished_filesystem_is_created_again() {
-    for_each_pool("root_an_unfinished_filesystem_is_created_again", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let capability = mounted(FsType::Ext4);
         // Parts of it are written, including the superblock.
@@ -218,7 +218,7 @@ fn root_an_unfinished_filesystem_is_created_again() {
 
 #[test]
 fn root_a_volume_without_snapshots_is_forgotten() {
-    for_each_pool("root_a_volume_without_snapshots_is_forgotten", |pool| {
+    for_each_pool(|pool| {
         let volume = pool.volume("v");
         let a = pool.snapshot("a", &volume);
         let b = pool.snapshot("b", &volume);
@@ -230,8 +230,8 @@ fn root_a_volume_without_snapshots_is_forgotten() {
         // Both were deleted; the files of one are already removed.
         pool.put(&row(&a));
         pool.put(&row(&b));
-        pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
-        pool::remove(&pool.store().record_path(&a.id, 0)).unwrap();
+        pool::remove(&pool.store().pool.snapshot_path(&a.id)).unwrap();
+        pool::remove(&pool.store().pool.record_path(&a.id, 0)).unwrap();
         pool.recover();
         pool.assert_removed(&a);
         pool.assert_removed(&b);
@@ -241,15 +241,15 @@ fn root_a_volume_without_snapshots_is_forgotten() {
 /// A damaged volume does not prevent the start or affect other volumes.
 #[test]
 fn root_damaged_data_does_not_prevent_a_start() {
-    for_each_pool("root_damaged_data_does_not_prevent_a_start", |pool| {
+    for_each_pool(|pool| {
         let broken = pool.volume("broken");
         let whole = pool.volume("whole");
         let a = pool.snapshot("a", &broken);
         let b = pool.snapshot("b", &whole);
         pool.put_unfinished("half", &broken, None);
-        pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
-        fs::write(pool.store().record_path(&b.id, 0), "CBT").unwrap();
-        fs::remove_file(pool.store().volume_path(&broken.id)).unwrap();
+        pool::remove(&pool.store().pool.snapshot_path(&a.id)).unwrap();
+        fs::write(pool.store().pool.record_path(&b.id, 0), "CBT").unwrap();
+        fs::remove_file(pool.store().pool.volume_path(&broken.id)).unwrap();
         pool.restart();
         let backend = pool.backend();
         assert!(backend.volume_condition(&broken.id).unwrap().is_abnormal());
@@ -268,7 +268,7 @@ fn root_damaged_data_does_not_prevent_a_start() {
 
 #[test]
 fn root_an_unfinished_catalog_is_created_again() {
-    for_each_pool("root_an_unfinished_catalog_is_created_again", |pool| {
+    for_each_pool(|pool| {
         let path = pool.store().pool.root().join("catalog.redb");
         fs::remove_file(&path).unwrap();
         // redb had sized its file but not written the header.
@@ -281,7 +281,7 @@ fn root_an_unfinished_catalog_is_created_again() {
 #[test]
 fn root_a_lost_catalog_is_not_replaced_by_an_empty_one() {
     for content in [None, Some(""), Some("text")] {
-        for_each_pool("root_a_lost_catalog_is_not_replaced_by_an_empty_one", |pool| {
+        for_each_pool(|pool| {
             pool.volume("v");
             let path = pool.store().pool.root().join("catalog.redb");
             fs::remove_file(&path).unwrap();
@@ -338,7 +338,7 @@ impl Drop for Small {
 
 #[test]
 fn root_a_full_catalog_allows_deletions() {
-    if !have_root("root_a_full_catalog_allows_deletions") {
+    if !have_root() {
         return;
     }
     for (kind, bytes) in [("ext4", 16 * MIB), ("xfs", 320 * MIB)] {
@@ -347,23 +347,10 @@ fn root_a_full_catalog_allows_deletions() {
         let path = small.path().join("catalog.redb");
         let catalog = Catalog::open(&path, Default::default()).unwrap();
         let row = |number: u64| Volume {
-            id: format!("vol-{number:04}"),
             name: format!("volume-{number:04}-{}", "n".repeat(100)),
-            capacity_bytes: number,
-            phase: Phase::Ready,
-            change_tracking: true,
-            change_precision: Default::default(),
-            sector_size: Default::default(),
-            format: None,
             // Large rows fill the space faster.
             source: Some(Source::Snapshot("s".repeat(3000))),
-            request: VolumeRequest::default(),
-            next_sequence: 1,
-            newest_snapshot_at: None,
-            baseline: None,
-            chain_break: ChainBreak::First,
-            lost_writes: None,
-            growth_failure: None,
+            ..crate::catalog::tests::volume(&format!("vol-{number:04}"))
         };
         let add = |number: u64| {
             catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.claim_name(&row(number))))

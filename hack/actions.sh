@@ -7,9 +7,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
-case ${1:-} in
--h | --help) usage && exit ;;
-esac
+handle_help "$@"
 actionlint=$(go_tool actionlint) || exit 77
 install_missing shellcheck || exit 77
 "$actionlint" -color=false .github/workflows/*.yml

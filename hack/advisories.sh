@@ -14,9 +14,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
-case ${1:-} in
--h | --help) usage && exit ;;
-esac
+handle_help "$@"
 
 not_checked() { # not_checked REASON
     printf '%s: not checked: %s\n' "${0##*/}" "$1" >&2

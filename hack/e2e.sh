@@ -16,6 +16,7 @@
 #
 # CSI_LOOPBACK_E2E_DIR   the directory (/var/tmp/csi-loopback-e2e)
 # CSI_LOOPBACK_BIN       a csi-loopback for the image, instead of building the static release binary
+# CSI_LOOPBACK_RELEASE   a directory of hack/release.sh, for its image and its chart instead of those of this tree
 #
 # Needs root. Exits with 77 when the machine lacks what the cluster needs; the last line of stderr gives the reason.
 set -euo pipefail

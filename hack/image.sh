@@ -11,7 +11,8 @@
 #
 # CSI_LOOPBACK_BIN   a csi-loopback to use instead of building the static release binary (csi-loopback only, if dynamic)
 # IMAGE_TAG          the tag, by default the version of Cargo.toml
-# IMAGE_ARCHITECTURE the architecture of CSI_LOOPBACK_BIN, by default this machine's: another one needs qemu-user-static
+# IMAGE_ARCHITECTURE the architecture of CSI_LOOPBACK_BIN, by default this machine's. The Debian packages of another one are
+#                    unpacked, not configured (hack/unpacked-tree.sh)
 # IMAGE_DIR          the directory of the archives, by default target/images
 # DEBIAN_SUITE       the Debian release of the tree, by default that of deploy/Dockerfile
 # DEBIAN_MIRROR      where its packages come from, by default deb.debian.org with its updates and security
@@ -82,9 +83,7 @@ build() { # build IMAGE
     printf '%s\n' "$archive"
 }
 
-case ${1:-} in
--h | --help) usage && exit ;;
-esac
+handle_help "$@"
 is_root || die "needs root, for mmdebstrap"
 install_missing gcc jq >&2 || die "needs gcc and jq"
 (($#)) || set -- csi-loopback csi-snapshot-metadata

@@ -13,9 +13,7 @@ source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/e2e/cluster.sh
 source "$repo/hack/e2e/cluster.sh"
 
-case ${1:-} in
--h | --help) usage && exit ;;
-esac
+handle_help "$@"
 image=${1:-csi-loopback-node:latest}
 
 # kubernetes_images: builds the images that kubeadm's manifests name.

@@ -27,6 +27,8 @@
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/oci.sh
+source "$(dirname "$0")/oci.sh"
 # shellcheck source=hack/parts.sh
 source "$(dirname "$0")/parts.sh"
 # shellcheck source=hack/kubernetes.sh
@@ -101,33 +103,17 @@ END
 
 # import_image: builds and imports an image with busybox, whose default command is sleep.
 import_image() {
-    local files=$dir/image layer
-    mkdir -p "$files/root/bin" "$files/root/tmp" "$files/root/proc" "$files/root/sys" "$files/root/dev"
-    chmod -R go+rX "$files/root"
-    chmod 1777 "$files/root/tmp"
-    install -m 755 "$(command -v busybox)" "$files/root/bin/busybox"
-    busybox --list | grep -vx busybox | xargs -I{} ln -sf busybox "$files/root/bin/{}"
-    tar --create --numeric-owner --owner=0 --group=0 --directory="$files/root" --file="$files/layer.tar" .
-    layer=$(sha256sum "$files/layer.tar" | cut -d ' ' -f 1)
-    cat >"$files/config.json" <<END
-{"architecture": "$(go_architecture)", "os": "linux",
- "config": {"Env": ["PATH=/bin"], "Cmd": ["/bin/sleep", "2147483647"]},
- "rootfs": {"type": "layers", "diff_ids": ["sha256:$layer"]}}
-END
-    printf '[{"Config": "config.json", "RepoTags": ["%s"], "Layers": ["layer.tar"]}]\n' "$image" \
-        >"$files/manifest.json"
-    tar --create --directory="$files" --file="$dir/image.tar" manifest.json config.json layer.tar
+    local work=$dir/image
+    mkdir -p "$work"/root/{bin,tmp,proc,sys,dev}
+    chmod -R go+rX "$work/root"
+    chmod 1777 "$work/root/tmp"
+    install -m 755 "$(command -v busybox)" "$work/root/bin/busybox"
+    busybox --list | grep -vx busybox | xargs -I{} ln -sf busybox "$work/root/bin/{}"
+    oci_layer "$work/root" "$work/layer"
+    oci_image "$dir/image.tar" "$image" '{"Env": ["PATH=/bin"], "Cmd": ["/bin/sleep", "2147483647"]}' "$work/layer"
     ctr --address "$dir/containerd.sock" --namespace k8s.io images import --snapshotter native "$dir/image.tar" \
         >"$dir/image.log" 2>&1 || give_up image "could not be imported"
-    rm -r "$files" "$dir/image.tar"
-}
-
-go_architecture() {
-    case $(uname -m) in
-    x86_64) echo amd64 ;;
-    aarch64) echo arm64 ;;
-    *) uname -m ;;
-    esac
+    rm -r "$work" "$dir"/image.{tar,digest}
 }
 
 configure_kubelet() { # configure_kubelet PORT
@@ -191,17 +177,11 @@ pause_kubelet() {
 
 # --- Outside --------------------------------------------------------------------------------------
 
-# first_process: prints the process id of the first process in the namespaces.
-first_process() {
-    awk -v parent="$pid" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
-        /proc/[0-9]*/status 2>/dev/null || true
-}
-
 # kill_namespaces: kills all processes in the namespaces, and waits for their end.
 kill_namespaces() {
     local first
     # The kernel kills the other processes with the first one, before unshare gets its exit status.
-    first=$(first_process)
+    first=$(first_child "$pid")
     [[ -z $first ]] || kill -KILL "$first" 2>/dev/null
     [[ -n $first ]] || kill -KILL "$pid" 2>/dev/null
     wait "$pid" 2>/dev/null
@@ -225,19 +205,12 @@ cleanup() { # cleanup STATUS: stops everything that was started, removes mounts 
     exit "$1"
 }
 
-free_port() {
-    local port
-    # Below the ephemeral ports.
-    until port=$((20000 + SRANDOM % 12000)) && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
-    printf '%s\n' "$port"
-}
-
 run_outside() {
     is_root || cannot_run "needs root, for containers"
     [[ $cluster != /run/* && $cluster != /var/l* ]] || die "$cluster: hidden on the node; use a directory outside of /run, /var/lib and /var/log"
     [[ -e $cluster/ready ]] || die "$cluster: no cluster is ready; run hack/cluster.sh $cluster first"
     [[ -x $cluster/tools/kubelet ]] || cannot_run "the Kubernetes tools have no kubelet"
-    install_missing "${node_commands[@]}" openssl setpriv setsid unshare >&2 || exit 77
+    install_missing "${node_commands[@]}" jq openssl setpriv setsid unshare >&2 || exit 77
     ! ldd "$(command -v busybox)" >/dev/null 2>&1 || cannot_run "busybox is not statically linked; install busybox-static"
     mkdir "$dir" "$dir/kubelet" || die "$dir: already has a node; start a new cluster"
     trap 'cleanup $?' EXIT
@@ -253,7 +226,7 @@ run_outside() {
         bash "${BASH_SOURCE[0]}" --inside "$cluster" &
     pid=$!
     until [[ -s $dir/pid ]] || ! kill -0 "$pid" 2>/dev/null; do
-        first_process >"$dir/pid"
+        first_child "$pid" >"$dir/pid"
     done
     until orphaned || ! kill -0 "$pid" 2>/dev/null; do
         sleep 0.5 &

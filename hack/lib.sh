@@ -23,6 +23,10 @@ is_root() { ((EUID == 0)); }
 
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; } # prints the comment at the start of the script
 
+handle_help() { # handle_help [ARGUMENT...]: ends the script with its usage, if that is requested
+    [[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit; }
+}
+
 die() {
     printf '%s: %s\n' "${0##*/}" "$*" >&2
     exit 1
@@ -51,6 +55,7 @@ declare -A package_of=(
     [nft]=nftables
     [nsenter]=util-linux
     [objcopy]=binutils
+    [qemu-aarch64-static]=qemu-user-static
     [qemu-system-x86_64]=qemu-system-x86
     [resize2fs]=e2fsprogs
     [rpmbuild]=rpm
@@ -351,6 +356,18 @@ cargo_cyclonedx() { cargo_tool cargo-cyclonedx "$cargo_cyclonedx_version"; }
 cargo_deny() { cargo_tool cargo-deny "$cargo_deny_version"; }
 
 cargo_fuzz() { cargo_tool cargo-fuzz "$cargo_fuzz_version"; }
+
+free_port() { # prints a free port of 127.0.0.1 below the ephemeral ports
+    local port
+    until port=$((20000 + SRANDOM % 12000)) && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
+    printf '%s\n' "$port"
+}
+
+# first_child PID: prints the child of a process, if it has one.
+first_child() {
+    awk -v parent="$1" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
+        /proc/[0-9]*/status 2>/dev/null || true
+}
 
 # list_loops: prints each loop device as "/dev/loopN MAJOR:MINOR
 # MAJOR:MINOR_OF_THE_FILE'S_FILESYSTEM FILE".

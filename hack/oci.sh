@@ -124,8 +124,14 @@ debian_layer() {
 
 # debian_tree RELEASE ARCHITECTURE PACKAGES SOURCE...: writes a Debian tree as an archive to stdout.
 debian_tree() {
+    local packages=$3 variant=(--variant=essential)
+    if [[ $2 != "$(IMAGE_ARCHITECTURE='' oci_architecture)" ]]; then
+        # Its programs do not run here. Of the essential packages, what a shell in the container needs.
+        variant=(--variant=extract --extract-hook="$repo/hack/unpacked-tree.sh")
+        packages+=,base-files,base-passwd,bash,coreutils,dash,findutils,grep,hostname,libc-bin,sed
+    fi
     # shellcheck disable=SC2016 # $1 is for the hook
-    SOURCE_DATE_EPOCH=0 mmdebstrap --quiet --variant=essential --architectures="$2" --include="$3" \
+    SOURCE_DATE_EPOCH=0 mmdebstrap --quiet "${variant[@]}" --architectures="$2" --include="$packages" \
         --aptopt='Acquire::Retries "5"' \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \

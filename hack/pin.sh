@@ -17,9 +17,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
-case ${1:-} in
--h | --help) usage && exit ;;
-esac
+handle_help "$@"
 image=${1:-}
 image=${image%%@*}
 [[ ${image##*/} == ?*:?* ]] || die "IMAGE with a tag is required; see --help"

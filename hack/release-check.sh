@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # hack/release-check.sh [--docker] [--vm] DIRECTORY: tests the files that hack/release.sh made, from these files alone:
-# checksums; the Debian package in a bare Debian tree, with its units; the RPM package; chart, manifests and images.
+# checksums; the Debian package in a bare Debian tree, with its units; the RPM package; chart, manifests and images; of the
+# image for aarch64, if there is one, that its programs start in qemu-user.
 #
 #   --docker  also runs the docker commands of README.md, with the docker daemon of this machine: the driver takes a
 #             snapshot through the socket
@@ -100,9 +101,10 @@ test_rpm() {
 
 # test_deployment: every image of chart and manifests that is ours has the digest of the index.
 test_deployment() {
-    local digest images helm words
-    digest=$(cat "$(one 'images/csi-loopback-[0-9].[0-9].[0-9].digest')")
-    [[ $(tar -xOf "$(one 'images/csi-loopback-[0-9].[0-9].[0-9].tar')" index.json | jq -r '.manifests[0].digest') == "$digest" ]] ||
+    local file digest images helm words
+    file=$(one 'images/csi-loopback-*.digest')
+    digest=$(<"$file")
+    [[ $(tar -xOf "${file%.digest}.tar" index.json | jq -r '.manifests[0].digest') == "$digest" ]] ||
         die "the index of the image is not the one of its digest"
     images=$(grep -hoE 'image[:=] ?\S*csi-loopback:\S+' "$release"/manifests/*.yaml)
     [[ -n $images ]] || die "no manifest has an image"
@@ -113,6 +115,25 @@ test_deployment() {
         [[ -n $images ]] || die "the chart has no image"
         ! grep -v "@$digest\"$" <<<"$images" || die "images of the chart that are not pinned"
     fi
+}
+
+# test_foreign ARCHIVE: in the image for aarch64 the binary, a shell and what the driver calls start, with their libraries.
+test_foreign() {
+    local tree=$work/foreign layer program
+    install_missing qemu-aarch64-static >&2 || die "needs qemu-aarch64-static; next: apt-get install qemu-user-static"
+    mkdir "$tree"
+    for layer in $(tar -xOf "$1" manifest.json | jq -r '.[0].Layers[]'); do
+        tar -xOf "$1" "$layer" | tar --extract --directory="$tree"
+    done
+    for program in csi-loopback usr/bin/bash usr/bin/mount usr/sbin/{blkid,losetup,mkfs.btrfs}; do
+        qemu-aarch64-static -L "$tree" "$tree/$program" --version >/dev/null || die "$program of $1 does not start"
+    done
+    for program in mkfs.{ext4,xfs} xfs_growfs; do
+        qemu-aarch64-static -L "$tree" "$tree/usr/sbin/$program" -V >"$work/version" 2>&1 || die "$program of $1: $(<"$work/version")"
+    done
+    [[ $(grep -c 'BEGIN CERTIFICATE' "$tree/etc/ssl/certs/ca-certificates.crt") -gt 100 ]] || die "$1 has no certificate authorities"
+    grep -q '^root:.*:0:0:' "$tree/etc/passwd" || die "$1 has no root user"
+    dpkg-query --admindir="$tree/var/lib/dpkg" --show xfsprogs >/dev/null || die "$1 does not list its packages"
 }
 
 # test_docker: the commands for CI give a driver that serves on ./csi/csi.sock.
@@ -140,6 +161,10 @@ test_package
 step "the RPM package, images, chart and manifests"
 test_rpm
 test_deployment
+if [[ $(uname -m) != aarch64 ]] && foreign=$(compgen -G "$release/images/csi-loopback-*-aarch64.tar"); then
+    step "the image for aarch64"
+    test_foreign "$foreign"
+fi
 if [[ -n $in_docker ]]; then
     step "the driver in a container of docker"
     test_docker

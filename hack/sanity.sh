@@ -214,21 +214,23 @@ check_leftovers() { # check_leftovers POOL
     [[ -z $leftovers ]] || problem "$pool" "remaining mounts or loop devices: ${leftovers//$'\n'/, }"
 }
 
+end() { # end POOL PROGRAM PID LOG: stops a program, whose log must have no secret
+    if ! kill -0 "$3" 2>/dev/null; then
+        problem "$1" "$2 ended unexpectedly"
+        tail -n 40 "$4"
+    elif ! stop "$3" 20; then
+        problem "$1" "$2 did not end cleanly on SIGTERM"
+        tail -n 40 "$4"
+    fi
+    ! grep -qF "$secret" "$4" || problem "$1" "a secret is in $2's log"
+}
+
 end_proxy() { # end_proxy POOL
     local pool=$1 state
-    if ! kill -0 "$proxy_pid" 2>/dev/null; then
-        problem "$pool" "the node proxy ended unexpectedly"
-        tail -n 40 "$tmp/proxy.log"
-    elif ! stop "$proxy_pid" 20; then
-        problem "$pool" "the node proxy did not end cleanly on SIGTERM"
-        tail -n 40 "$tmp/proxy.log"
-    fi
+    end "$pool" "the node proxy" "$proxy_pid" "$tmp/proxy.log"
     proxy_pid=
     state=$(find "$tmp/proxy" -mindepth 1 -type d)
     [[ -z $state ]] || problem "$pool" "the node proxy stored state without a deferred volume: $state"
-    if grep -qF "$secret" "$tmp/proxy.log"; then
-        problem "$pool" "a secret is in the node proxy's log"
-    fi
 }
 
 run_pool() { # run_pool POOL
@@ -249,18 +251,9 @@ run_pool() { # run_pool POOL
             tail -n 40 "$tmp/proxy.log"
         fi
         end_proxy "$pool"
-        if ! kill -0 "$driver_pid" 2>/dev/null; then
-            problem "$pool" "the driver ended unexpectedly"
-            tail -n 40 "$tmp/driver.log"
-        elif ! stop "$driver_pid" 20; then
-            problem "$pool" "the driver did not end cleanly on SIGTERM"
-            tail -n 40 "$tmp/driver.log"
-        fi
+        end "$pool" "the driver" "$driver_pid" "$tmp/driver.log"
         driver_pid=
         check_leftovers "$pool"
-        if grep -qF "$secret" "$tmp/driver.log"; then
-            problem "$pool" "a secret is in the driver's log"
-        fi
     else
         problem "$pool" "the driver did not start"
         tail -n 40 "$tmp/driver.log"

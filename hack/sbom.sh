@@ -10,9 +10,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
-case ${1:-} in
--h | --help) usage && exit ;;
-esac
+handle_help "$@"
 install_missing jq >&2 || die "needs jq"
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
 mkdir -p "$target"

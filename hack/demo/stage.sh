@@ -108,7 +108,9 @@ begin() {
         command -v cargo >/dev/null || die "cargo is not in PATH; install Rust"
         install_missing gcc || die "gcc is missing"
         say "building csi-loopback"
-        run env --chdir="$repo" cargo build --locked || die "the build failed"
+        # Without what only helps to change and debug the program: a seventh less to compute.
+        run env --chdir="$repo" CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_DEV_CODEGEN_UNITS=2 \
+            cargo build --locked || die "the build failed"
         driver=$(cd "$repo" && realpath "${CARGO_TARGET_DIR:-target}")/debug/csi-loopback
     fi
     driver=$(realpath "$driver")
@@ -246,12 +248,6 @@ make_stranger() { # make_stranger RESOURCE: a ServiceAccount that may create RES
     quietly kubectl create role stranger --verb=create,get --resource="$1"
     quietly kubectl create rolebinding stranger --role=stranger --serviceaccount="$namespace:stranger"
     kubeconfig_of "$namespace" stranger
-}
-
-free_port() { # prints a free port below the ephemeral ports
-    local port
-    until port=$((20000 + SRANDOM % 12000)) && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
-    printf '%s\n' "$port"
 }
 
 # start_role NAMESPACE WORKLOAD CONTAINER FLAG...: runs the command of a container of deploy/ with

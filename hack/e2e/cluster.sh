@@ -87,9 +87,16 @@ add_on_images() {
 }
 
 make_images() {
+    local index
     add_on_images
     program_image "$e2e/tools/coredns" registry.k8s.io/coredns/coredns:e2e coredns
     pause_image localhost/pause:e2e
+    if [[ -n ${CSI_LOOPBACK_RELEASE:-} ]]; then
+        # Only the index of all architectures has a digest file. The images of one architecture have its name too.
+        index=$(echo "$CSI_LOOPBACK_RELEASE"/images/csi-loopback-*.digest)
+        cp "${index%.digest}.tar" "$e2e/images/" || die "$CSI_LOOPBACK_RELEASE has no image"
+        return
+    fi
     # Without the commit, with which each commit would rebuild the binary.
     CSI_LOOPBACK_COMMIT='' IMAGE_DIR=$e2e/images "$repo/hack/image.sh" csi-loopback >/dev/null
 }
@@ -210,12 +217,6 @@ end_worker() {
     kill -KILL "$pid" 2>/dev/null || true
     while [[ -e /proc/$pid/ns/net ]]; do sleep 0.1; done
     rm -f "$e2e/nodes/$1"/{pid,ready}
-}
-
-# first_child PID: the child of a process.
-first_child() {
-    awk -v parent="$1" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
-        /proc/[0-9]*/status 2>/dev/null || true
 }
 
 cluster_up() {

@@ -109,9 +109,9 @@ user() {
     await condition=Ready -n "$namespace" "pod/$1"
 }
 
-# pod_with NAME CLAIM [NODE]: the same on a node, without waiting.
+# pod_with NAME CLAIM [NODE [COMMAND]]: the same on a node, with a command, without waiting.
 pod_with() {
-    local mode selector='' mounts="volumeMounts: [{name: data, mountPath: /data}]"
+    local mode selector='' command=${4:-[sleep, infinity]} mounts="volumeMounts: [{name: data, mountPath: /data}]"
     [[ -z ${3:-} ]] || selector="nodeSelector: {kubernetes.io/hostname: $3}"
     mode=$(kubectl -n "$namespace" get pvc "$2" -o jsonpath='{.spec.volumeMode}')
     [[ $mode != Block ]] || mounts="volumeDevices: [{name: data, devicePath: /device}]"
@@ -126,7 +126,7 @@ spec:
   containers:
     - name: main
       image: csi-loopback:0.1.0
-      command: [sleep, infinity]
+      command: $command
       $mounts
   volumes:
     - name: data
@@ -134,13 +134,17 @@ spec:
 END
 }
 
-snapshot() { # snapshot NAME CLAIM
+request_snapshot() { # request_snapshot NAME CLAIM [CLASS]: without waiting
     apply <<END
 apiVersion: snapshot.storage.k8s.io/v1
 kind: VolumeSnapshot
 metadata: {name: $1, namespace: $namespace}
-spec: {volumeSnapshotClassName: csi-loopback, source: {persistentVolumeClaimName: $2}}
+spec: {volumeSnapshotClassName: ${3:-csi-loopback}, source: {persistentVolumeClaimName: $2}}
 END
+}
+
+snapshot() { # snapshot NAME CLAIM [CLASS]
+    request_snapshot "$@"
     await jsonpath='{.status.readyToUse}=true' -n "$namespace" "volumesnapshot/$1"
 }
 
@@ -290,26 +294,10 @@ process_of() {
 # kill_container NAMESPACE POD CONTAINER: by SIGKILL; kubelet starts it again.
 kill_container() { on_node kill -KILL "$(process_of "$@")"; }
 
-# steady_writer: a pod "steady" that appends a durable line with the next number to /data/log ten times a second, and a raw block
-# volume for "block_writer".
+# steady_writer: a pod "steady" that appends a durable line with the next number to /data/log ten times a second.
 steady_writer() {
     claim steady 128Mi
-    apply <<END
-apiVersion: v1
-kind: Pod
-metadata: {name: steady, namespace: $namespace}
-spec:
-  automountServiceAccountToken: false
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: csi-loopback:0.1.0
-      command: [sh, -c, 'i=\$(wc -l </data/log 2>/dev/null || echo 0); while i=\$((i + 1)) && echo \$i >>/data/log && sync /data/log; do sleep 0.1; done']
-      volumeMounts: [{name: data, mountPath: /data}]
-  volumes:
-    - name: data
-      persistentVolumeClaim: {claimName: steady}
-END
+    pod_with steady steady "" "[sh, -c, 'i=\$(wc -l </data/log 2>/dev/null || echo 0); while i=\$((i + 1)) && echo \$i >>/data/log && sync /data/log; do sleep 0.1; done']"
     await condition=Ready -n "$namespace" pod/steady
 }
 

@@ -85,16 +85,21 @@ build_in() {
     (
         cd "$directory" || exit
         export RUSTFLAGS="${maps[*]/#/--remap-path-prefix=}" CFLAGS="${maps[*]/#/-ffile-prefix-map=}"
-        [[ $target == *musl ]] || RUSTFLAGS+=" -C target-feature=+crt-static $(packed_relocations)"
+        [[ $target == *musl ]] || RUSTFLAGS+=" -C target-feature=+crt-static"
+        RUSTFLAGS+=" $(packed_relocations "$target")"
         export "CC_$upper=$gcc" "CARGO_TARGET_${upper^^}_LINKER=$gcc" CARGO_PROFILE_RELEASE_DEBUG=line-tables-only
         CARGO_INCREMENTAL=0 CSI_LOOPBACK_COMMIT=$(git -C "$repo" rev-parse HEAD) "${auditable[@]}" build --release \
             --locked --bin csi-loopback --target "$target" --target-dir "$directory/target" >&2
     )
 }
 
-# packed_relocations: the flag of relocations in one MiB less, if the glibc that is linked can read them at the start.
+# packed_relocations TARGET: the flag of relocations in one MiB less, if the C library that is linked can read them at the start:
+# glibc 2.36, or the musl 1.2.5 that came with Rust 1.93.
 packed_relocations() {
-    if printf '2.36\n%s\n' "$(getconf GNU_LIBC_VERSION | cut -d ' ' -f 2)" | sort -VC; then
+    local has needs=2.36
+    has=$(getconf GNU_LIBC_VERSION | cut -d ' ' -f 2)
+    [[ $1 != *musl ]] || { has=$(rustc --version | cut -d ' ' -f 2) && needs=1.93.0; }
+    if printf '%s\n' "$needs" "$has" | sort -VC; then
         echo '-C link-arg=-Wl,-z,pack-relative-relocs'
     fi
 }

@@ -9,19 +9,15 @@ make_images() {
     for architecture in "${architectures[@]}"; do
         say "images for $architecture"
         IMAGE_ARCHITECTURE=$architecture CSI_LOOPBACK_BIN=$out/.build/$architecture/csi-loopback IMAGE_TAG=$version \
-            IMAGE_DIR=$out/.build/$architecture/images hack/image.sh csi-snapshot-metadata csi-loopback >/dev/null && continue
-        [[ $architecture != "$(uname -m)" ]] || die "no image for this machine; next: see the messages above"
-        # Its Debian tree needs qemu-user-static here.
-        missing+=("image csi-loopback for $architecture: its Debian tree cannot be made here")
+            IMAGE_DIR=$out/.build/$architecture/images hack/image.sh csi-snapshot-metadata csi-loopback >/dev/null ||
+            die "no images for $architecture; next: see the messages above"
     done
     for image in csi-loopback csi-snapshot-metadata; do
         archives=()
         for architecture in "${architectures[@]}"; do
-            [[ -e $out/.build/$architecture/images/$image.digest ]] || continue
             archives+=("$out/.build/$architecture/images/$image.tar")
             cp "${archives[-1]}" "$out/images/$image-$version-$architecture.tar"
         done
-        ((${#archives[@]})) || continue
         oci_index "$out/images/$image-$version.tar" "$image:$version" "${archives[@]}"
     done
     digest=$(<"$out/images/csi-loopback-$version.digest")

@@ -23,7 +23,8 @@ pack_architectures() {
 # notices: the licenses of all crates in the binary.
 notices() {
     local tool
-    tool=$(release_tool cargo-about "$cargo_about_version" cli) &&
+    # It compares the texts of all licenses with all crates: without optimization for half an hour.
+    tool=$(CARGO_PROFILE_DEV_OPT_LEVEL=2 release_tool cargo-about "$cargo_about_version" cli) &&
         "$tool" generate --locked --config hack/release/about.toml hack/release/about.hbs
 }
 

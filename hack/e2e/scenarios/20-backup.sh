@@ -86,5 +86,4 @@ delete -n backup-demo volumesnapshot/first-block
 found=$(extents_by metadata delta --base-id="$handle" second-block)
 equal "changes from the deleted base" $'33554432 1048576\n104857600 4096' "$found"
 
-discard -n backup-demo pod/restored-first pod/restored-second pod/restored-block pod/restored-block-2
-discard -n backup-demo pvc/restored-first pvc/restored-second pvc/restored-block pvc/restored-block-2
+discard -n backup-demo {pod,pvc}/restored-{first,second,block,block-2}

@@ -68,13 +68,7 @@ claim other 64Mi "volumeMode: Block" "storageClassName: block-csi"
 user other other
 in_pod other 'head -c 1048576 /dev/urandom | dd of=/device bs=1M seek=8 conv=notrunc,fsync 2>/dev/null'
 for name in monday tuesday; do
-    apply <<END
-apiVersion: snapshot.storage.k8s.io/v1
-kind: VolumeSnapshot
-metadata: {name: $name, namespace: $namespace}
-spec: {volumeSnapshotClassName: block-csi, source: {persistentVolumeClaimName: other}}
-END
-    await jsonpath='{.status.readyToUse}=true' -n "$namespace" "volumesnapshot/$name"
+    snapshot "$name" other block-csi
     in_pod other 'dd if=/dev/urandom of=/device bs=4096 count=1 seek=4096 conv=notrunc,fsync 2>/dev/null'
 done
 

@@ -12,5 +12,4 @@ user clone clone
 equal "file of the clone" "$(in_pod original 'sha256sum /data/file')" "$(in_pod clone 'sha256sum /data/file')"
 in_pod clone 'echo changed >/data/file; sync -f /data'
 [[ $(in_pod original 'wc -c </data/file') == 8388608 ]]
-discard -n "$namespace" pod/original pod/clone
-discard -n "$namespace" pvc/original pvc/clone
+discard -n "$namespace" {pod,pvc}/{original,clone}

@@ -33,6 +33,5 @@ equal "the file" kept "$(in_pod grown 'cat /data/file')"
 step "a block device"
 grow grown-block 128Mi
 equal "bytes of the device" 134217728 "$(in_pod grown-block 'blockdev --getsize64 /device')"
-discard -n "$namespace" pod/grown pod/grown-block
-discard -n "$namespace" pvc/grown pvc/grown-block
+discard -n "$namespace" {pod,pvc}/grown{,-block}
 discard storageclass/e2e-xfs

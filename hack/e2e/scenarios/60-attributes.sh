@@ -26,6 +26,5 @@ step "no delta across the gap, one after it"
 refusal=$(extents_by metadata delta tracked-1 tracked-2 2>&1) && die "a delta across the gap was returned: $refusal"
 [[ $refusal == *FAILED_PRECONDITION* || $refusal == *"full backup"* ]] || equal "the refusal" FAILED_PRECONDITION "$refusal"
 extents_by metadata delta tracked-2 tracked-3 >/dev/null
-discard -n "$namespace" volumesnapshot/tracked-1 volumesnapshot/tracked-2 volumesnapshot/tracked-3 pod/tracked
-discard -n "$namespace" pvc/tracked
-discard volumeattributesclass/e2e-tracking-true volumeattributesclass/e2e-tracking-false
+discard -n "$namespace" volumesnapshot/tracked-{1,2,3} {pod,pvc}/tracked
+discard volumeattributesclass/e2e-tracking-{true,false}

@@ -16,12 +16,7 @@ kills() {
     number=$((number + 1))
     step "$part"
     eventually in_pod restarts "head -c 4096 /dev/urandom | dd of=/device bs=4096 seek=$((number * 256)) conv=notrunc,fsync 2>/dev/null"
-    apply <<END
-apiVersion: snapshot.storage.k8s.io/v1
-kind: VolumeSnapshot
-metadata: {name: restarts-$number, namespace: $namespace}
-spec: {volumeSnapshotClassName: csi-loopback, source: {persistentVolumeClaimName: restarts}}
-END
+    request_snapshot "restarts-$number" restarts
     "$@"
     eventually kubectl -n "$namespace" wait --timeout=10s --for=jsonpath='{.status.readyToUse}=true' "volumesnapshot/restarts-$number"
     eventually extents_by metadata delta "$base" "restarts-$number"
@@ -41,5 +36,4 @@ step "the pod that writes all the time"
 eventually is_steady
 rollout csi-loopback statefulset/csi-loopback statefulset/csi-loopback-controller
 for ((i = 0; i <= number; i++)); do delete -n "$namespace" "volumesnapshot/restarts-$i"; done
-delete -n "$namespace" pod/restarts pod/steady
-delete -n "$namespace" pvc/restarts pvc/steady
+delete -n "$namespace" {pod,pvc}/{restarts,steady}

@@ -43,5 +43,4 @@ quietly kubectl apply --server-side -f hack/e2e/client.yaml
 await condition=Ready -n backup-client pod/client
 user drained steady
 [[ $(in_pod drained 'wc -l </data/log') -gt 0 ]]
-delete -n "$namespace" volumesnapshot/upgrade-1 volumesnapshot/upgrade-2 pod/drained
-delete -n "$namespace" pvc/steady
+delete -n "$namespace" volumesnapshot/upgrade-{1,2} pod/drained pvc/steady

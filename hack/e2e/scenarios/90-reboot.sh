@@ -29,5 +29,4 @@ rollout csi-loopback-aggregated deployment/csi-loopback-aggregated-api
 snapshot reboot-2 rebooted
 eventually extents delta reboot-1 reboot-2
 [[ -n $(extents delta reboot-1 reboot-2) ]]
-delete -n "$namespace" volumesnapshot/reboot-1 volumesnapshot/reboot-2 pod/rebooted
-delete -n "$namespace" pvc/rebooted
+delete -n "$namespace" volumesnapshot/reboot-{1,2} {pod,pvc}/rebooted

@@ -4,36 +4,17 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use csi::controller_client::ControllerClient;
-use csi::identity_client::IdentityClient;
-use csi::node_client::NodeClient;
 use csi::snapshot_metadata_client::SnapshotMetadataClient;
 use csi::volume_capability::access_mode::Mode;
-use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use csi_loopback::proto::csi::v1 as csi;
-use tonic::Status;
+use support::requests::{Rpc, allocated, block, delta, mounted_as, unpublishing, unstaging};
 use tonic::transport::Channel;
 
 use crate::harness::{Driver, text};
 
-/// How a volume is used.
-#[derive(Debug, Clone, Copy)]
-pub enum Capability {
-    Block,
-    Ext4,
-}
-
-impl From<Capability> for csi::VolumeCapability {
-    fn from(capability: Capability) -> Self {
-        let access_type = match capability {
-            Capability::Block => AccessType::Block(BlockVolume {}),
-            Capability::Ext4 => {
-                AccessType::Mount(MountVolume { fs_type: "ext4".to_owned(), ..Default::default() })
-            }
-        };
-        let access_mode = AccessMode { mode: Mode::SingleNodeWriter.into() };
-        Self { access_type: Some(access_type), access_mode: Some(access_mode) }
-    }
+/// The capability of a mounted volume.
+pub fn ext4() -> csi::VolumeCapability {
+    mounted_as("ext4", Mode::SingleNodeWriter)
 }
 
 /// A published volume, which is unpublished at the end.
@@ -42,41 +23,6 @@ pub struct InUse {
     volume_id: String,
     staging: PathBuf,
     target: PathBuf,
-}
-
-/// A unary request.
-pub trait Rpc {
-    type Response;
-
-    fn send(self, channel: Channel) -> impl Future<Output = Result<Self::Response, Status>>;
-}
-
-macro_rules! rpcs {
-    ($($client:ident $method:ident($request:ident) -> $response:ident;)*) => {$(
-        impl Rpc for csi::$request {
-            type Response = csi::$response;
-
-            async fn send(self, channel: Channel) -> Result<csi::$response, Status> {
-                $client::new(channel).$method(self).await.map(tonic::Response::into_inner)
-            }
-        }
-    )*};
-}
-
-rpcs! {
-    IdentityClient get_plugin_info(GetPluginInfoRequest) -> GetPluginInfoResponse;
-    ControllerClient create_volume(CreateVolumeRequest) -> CreateVolumeResponse;
-    ControllerClient delete_volume(DeleteVolumeRequest) -> DeleteVolumeResponse;
-    ControllerClient list_volumes(ListVolumesRequest) -> ListVolumesResponse;
-    ControllerClient create_snapshot(CreateSnapshotRequest) -> CreateSnapshotResponse;
-    ControllerClient delete_snapshot(DeleteSnapshotRequest) -> DeleteSnapshotResponse;
-    ControllerClient list_snapshots(ListSnapshotsRequest) -> ListSnapshotsResponse;
-    NodeClient node_get_capabilities(NodeGetCapabilitiesRequest) -> NodeGetCapabilitiesResponse;
-    NodeClient node_get_volume_stats(NodeGetVolumeStatsRequest) -> NodeGetVolumeStatsResponse;
-    NodeClient node_stage_volume(NodeStageVolumeRequest) -> NodeStageVolumeResponse;
-    NodeClient node_unstage_volume(NodeUnstageVolumeRequest) -> NodeUnstageVolumeResponse;
-    NodeClient node_publish_volume(NodePublishVolumeRequest) -> NodePublishVolumeResponse;
-    NodeClient node_unpublish_volume(NodeUnpublishVolumeRequest) -> NodeUnpublishVolumeResponse;
 }
 
 /// A decoded metadata stream.
@@ -127,15 +73,12 @@ pub async fn get_metadata(
     }
     match base {
         Some(base) => read!(client.get_metadata_delta(csi::GetMetadataDeltaRequest {
-            base_snapshot_id: base.to_owned(),
-            target_snapshot_id: target.to_owned(),
             max_results: max,
-            ..Default::default()
+            ..delta(base, target)
         })),
         None => read!(client.get_metadata_allocated(csi::GetMetadataAllocatedRequest {
-            snapshot_id: target.to_owned(),
             max_results: max,
-            ..Default::default()
+            ..allocated(target)
         })),
     }
     metadata.whole = begun.elapsed();
@@ -152,8 +95,17 @@ impl Driver {
         self.runtime.block_on(get_metadata(self.channel()?, base, target, 0))
     }
 
+    /// Stages and publishes a raw block volume. Returns its device node.
+    pub fn publish(&self, volume_id: &str) -> Result<PathBuf> {
+        self.publish_as(volume_id, block())
+    }
+
     /// Stages and publishes a volume. Returns the target path: a device node, or a directory.
-    pub fn publish(&self, volume_id: &str, capability: Capability) -> Result<PathBuf> {
+    pub fn publish_as(
+        &self,
+        volume_id: &str,
+        capability: csi::VolumeCapability,
+    ) -> Result<PathBuf> {
         let staging = self.pool.directory().join(format!("staging-{volume_id}"));
         let target = self.pool.directory().join(format!("target-{volume_id}"));
         let used = InUse { volume_id: volume_id.to_owned(), staging, target };
@@ -161,14 +113,14 @@ impl Driver {
         self.call(csi::NodeStageVolumeRequest {
             volume_id: volume_id.to_owned(),
             staging_target_path: text(&used.staging).to_owned(),
-            volume_capability: Some(capability.into()),
+            volume_capability: Some(capability.clone()),
             ..Default::default()
         })?;
         self.call(csi::NodePublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             staging_target_path: text(&used.staging).to_owned(),
             target_path: text(&used.target).to_owned(),
-            volume_capability: Some(capability.into()),
+            volume_capability: Some(capability),
             ..Default::default()
         })?;
         Ok(used.target)
@@ -176,16 +128,9 @@ impl Driver {
 
     /// Unpublishes and unstages all volumes.
     pub fn release(&self) {
-        for used in self.in_use.borrow_mut().drain(..) {
-            let unpublished = self.call(csi::NodeUnpublishVolumeRequest {
-                volume_id: used.volume_id.clone(),
-                target_path: text(&used.target).to_owned(),
-                ..Default::default()
-            });
-            let unstaged = self.call(csi::NodeUnstageVolumeRequest {
-                volume_id: used.volume_id,
-                staging_target_path: text(&used.staging).to_owned(),
-            });
+        for InUse { volume_id, staging, target } in self.in_use.borrow_mut().drain(..) {
+            let unpublished = self.call(unpublishing(&volume_id, text(&target)));
+            let unstaged = self.call(unstaging(&volume_id, text(&staging)));
             for error in [unpublished.err(), unstaged.err()].into_iter().flatten() {
                 eprintln!("releasing a volume: {error:#}");
             }

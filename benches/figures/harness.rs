@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use csi_loopback::proto::csi::v1 as csi;
-use hyper_util::rt::TokioIo;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use support::requests::{block, channel_of, create, create_snapshot};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Channel, Endpoint};
 
-use crate::calls::{Capability, InUse};
+use crate::calls::InUse;
 use crate::kernel::{self, CpuClock};
 use crate::raw::WINDOWS;
 use crate::stats::Samples;
@@ -275,55 +275,31 @@ impl Driver {
         }
         kernel::reset_peak(self.pid())?;
         let clock = self.cpu()?;
-        let before = clock.now();
         let times = (warm..warm + runs).map(run).collect::<Result<Vec<Duration>>>()?;
-        let cpu = (clock.now() - before).as_secs_f64() / runs as f64;
+        let cpu = clock.spent().as_secs_f64() / runs as f64;
         let peak = kernel::memory(self.pid(), "status", "VmHWM")?;
         Ok(Cost { times: times.into_iter().collect(), cpu, peak })
     }
 
-    /// Creates an unpublished volume.
-    pub fn volume(&self, name: &str, bytes: u64, capability: Capability) -> Result<String> {
-        self.volume_with(name, bytes, capability, &[])
+    /// Creates an unpublished raw block volume.
+    pub fn volume(&self, name: &str, bytes: u64) -> Result<String> {
+        self.create(create(name, bytes, block()))
     }
 
-    pub fn volume_with(
-        &self,
-        name: &str,
-        bytes: u64,
-        capability: Capability,
-        parameters: &[(&str, &str)],
-    ) -> Result<String> {
-        let request = csi::CreateVolumeRequest {
-            name: name.to_owned(),
-            capacity_range: Some(csi::CapacityRange {
-                required_bytes: bytes as i64,
-                limit_bytes: 0,
-            }),
-            volume_capabilities: vec![capability.into()],
-            parameters: parameters.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
-            ..Default::default()
-        };
+    pub fn create(&self, request: csi::CreateVolumeRequest) -> Result<String> {
         Ok(self.call(request)?.volume.context("no volume in the response")?.volume_id)
     }
 
     pub fn snapshot(&self, name: &str, volume_id: &str) -> Result<String> {
-        let request = csi::CreateSnapshotRequest {
-            name: name.to_owned(),
-            source_volume_id: volume_id.to_owned(),
-            ..Default::default()
-        };
-        Ok(self.call(request)?.snapshot.context("no snapshot in the response")?.snapshot_id)
+        let response = self.call(create_snapshot(name, volume_id))?;
+        Ok(response.snapshot.context("no snapshot in the response")?.snapshot_id)
     }
 }
 
 /// A channel to a unix socket.
 pub fn connect(runtime: &Runtime, socket: PathBuf) -> Channel {
     let _inside = runtime.enter();
-    endpoint().connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-    }))
+    channel_of(endpoint(), socket)
 }
 
 /// An endpoint with flow-control windows that do not limit a stream.

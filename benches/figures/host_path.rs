@@ -11,12 +11,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use csi_loopback::proto::csi::v1 as csi;
+use support::requests::{Rpc, block, create, create_snapshot, delete_volume};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 
-use crate::calls::{self, Capability, Metadata, Rpc};
+use crate::calls::{self, Metadata};
 use crate::harness::{connect, run, text};
 use crate::kernel::{self, CpuClock};
 
@@ -96,15 +96,7 @@ impl HostPath {
 
     /// A raw block volume.
     pub fn volume(&self, name: &str, bytes: u64) -> Result<Volume> {
-        let response = self.call(csi::CreateVolumeRequest {
-            name: name.to_owned(),
-            capacity_range: Some(csi::CapacityRange {
-                required_bytes: bytes as i64,
-                limit_bytes: 0,
-            }),
-            volume_capabilities: vec![Capability::Block.into()],
-            ..Default::default()
-        })?;
+        let response = self.call(create(name, bytes, block()))?;
         let id = response.volume.context("no volume in the response")?.volume_id;
         self.volumes.borrow_mut().push(id.clone());
         let file = self.directory.path().join("state").join(&id);
@@ -112,11 +104,7 @@ impl HostPath {
     }
 
     pub fn snapshot(&self, name: &str, volume_id: &str) -> Result<String> {
-        let response = self.call(csi::CreateSnapshotRequest {
-            name: name.to_owned(),
-            source_volume_id: volume_id.to_owned(),
-            ..Default::default()
-        })?;
+        let response = self.call(create_snapshot(name, volume_id))?;
         Ok(response.snapshot.context("no snapshot in the response")?.snapshot_id)
     }
 
@@ -139,8 +127,7 @@ impl Drop for HostPath {
         for id in self.volumes.borrow_mut().drain(..) {
             // The peer can keep the loop device of a deleted volume: detach the devices on this
             // run's file.
-            let request = csi::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() };
-            let _ = self.runtime.block_on(request.send(self.channel.clone()));
+            let _ = self.call(delete_volume(&id));
             let file = self.directory.path().join("state").join(&id);
             let devices = run("losetup", &["--noheadings", "--output", "NAME", "-j", text(&file)]);
             for device in devices.unwrap_or_default().lines() {

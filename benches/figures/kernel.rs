@@ -2,59 +2,35 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use csi_loopback::backend::sys::fiemap;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
-
-/// Clones `source` into `target` with one FICLONE.
-pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
-    const FICLONE: libc::c_ulong = 0x4004_9409;
-    // SAFETY: the argument of this request is a descriptor, not a pointer.
-    match unsafe { libc::ioctl(target.as_raw_fd(), FICLONE, source.as_raw_fd()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
+use support::random::Random;
 
 /// The number of extents of a file, from FIEMAP.
 pub fn extents(file: &File) -> io::Result<u32> {
-    const FIEMAP: libc::c_ulong = 0xc020_660b;
-    #[repr(C)]
-    struct Fiemap {
-        start: u64,
-        length: u64,
-        flags: u32,
-        mapped_extents: u32,
-        extent_count: u32,
-        reserved: u32,
-    }
-    const SYNC: u32 = 1;
-    let mut map = Fiemap {
-        start: 0,
-        length: u64::MAX,
-        flags: SYNC,
-        mapped_extents: 0,
-        extent_count: 0,
-        reserved: 0,
-    };
-    // SAFETY: `map` has the layout of struct fiemap without extents, and no room for any is
-    // claimed.
-    match unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP, &raw mut map) } {
-        0 => Ok(map.mapped_extents),
-        _ => Err(io::Error::last_os_error()),
+    let (mut count, mut at) = (0, 0);
+    loop {
+        let batch = fiemap(file, at, u64::MAX)?;
+        let Some(last) = batch.last() else { return Ok(count) };
+        count += batch.len() as u32;
+        at = last.logical + last.length;
     }
 }
 
-/// The processor time of all threads of a process, including ended ones: utime and stime of
-/// /proc/PID/stat, but in nanoseconds instead of ticks of 10 ms.
+/// The processor time of all threads of a process, including ended ones, from now on: utime and stime
+/// of /proc/PID/stat, but in nanoseconds instead of ticks of 10 ms.
 #[derive(Debug, Clone, Copy)]
-pub struct CpuClock(libc::clockid_t);
+pub struct CpuClock {
+    clock: libc::clockid_t,
+    begun: Duration,
+}
 
 impl CpuClock {
     pub fn of(pid: u32) -> Result<Self> {
@@ -62,19 +38,24 @@ impl CpuClock {
         // SAFETY: `clock` is alive for the call.
         let failed = unsafe { libc::clock_getcpuclockid(pid as libc::pid_t, &raw mut clock) };
         anyhow::ensure!(failed == 0, "no clock of process {pid}");
-        Ok(Self(clock))
+        Ok(Self::start(clock))
     }
 
     /// The clock of this process.
     pub fn own() -> Self {
-        Self(libc::CLOCK_PROCESS_CPUTIME_ID)
+        Self::start(libc::CLOCK_PROCESS_CPUTIME_ID)
     }
 
-    pub fn now(self) -> Duration {
+    fn start(clock: libc::clockid_t) -> Self {
+        let stopped = Self { clock, begun: Duration::ZERO };
+        Self { begun: stopped.spent(), ..stopped }
+    }
+
+    pub fn spent(self) -> Duration {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: `time` is alive for the call.
-        unsafe { libc::clock_gettime(self.0, &raw mut time) };
-        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+        unsafe { libc::clock_gettime(self.clock, &raw mut time) };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32) - self.begun
     }
 }
 
@@ -132,7 +113,7 @@ pub fn pages(count: usize, random: &mut Random) -> Vec<Page> {
     let mut pages = Vec::with_capacity(count);
     for _ in 0..count {
         for word in page.0.chunks_exact_mut(8) {
-            word.copy_from_slice(&random.next().to_le_bytes());
+            word.copy_from_slice(&random.next_u64().to_le_bytes());
         }
         pages.push(page);
     }
@@ -145,31 +126,4 @@ pub fn write_pages(file: &File, pages: &[Page], offset: u64) -> io::Result<()> {
     let bytes =
         unsafe { std::slice::from_raw_parts(pages.as_ptr().cast::<u8>(), pages.len() * 4096) };
     file.write_all_at(bytes, offset)
-}
-
-/// Pseudorandom numbers that are the same in every run (splitmix64).
-#[derive(Debug, Clone)]
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    /// `count` distinct numbers below `limit`, ascending.
-    pub fn distinct(&mut self, count: usize, limit: u64) -> Vec<u64> {
-        let mut numbers = std::collections::BTreeSet::new();
-        while numbers.len() < count {
-            numbers.insert(self.below(limit));
-        }
-        numbers.into_iter().collect()
-    }
 }

@@ -7,30 +7,13 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use support::ops::Device;
 
-use crate::harness::{run, text};
+use crate::harness::run;
 
-/// A plain loop device with direct I/O and the sector size of a volume. Dropping it detaches the
-/// device.
-pub struct PlainLoop(pub String);
-
-impl PlainLoop {
-    pub fn attach(file: &Path) -> Result<Self> {
-        let flags = ["--find", "--show", "--sector-size", "4096", "--direct-io=on", text(file)];
-        run("losetup", &flags).map(Self)
-    }
-
-    pub fn path(&self) -> &Path {
-        Path::new(&self.0)
-    }
-}
-
-impl Drop for PlainLoop {
-    fn drop(&mut self) {
-        if let Err(error) = run("losetup", &["--detach", &self.0]) {
-            eprintln!("detaching {}: {error:#}", self.0);
-        }
-    }
+/// A plain loop device with direct I/O and the sector size of a volume.
+pub fn plain_loop(file: &Path) -> Device {
+    Device::attach(file, &["--sector-size", "4096", "--direct-io=on"])
 }
 
 /// Whether fio is installed.

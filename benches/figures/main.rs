@@ -21,9 +21,10 @@ mod writer;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::thread;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use report::Report;
 
 /// Settings of all rows.
@@ -115,7 +116,10 @@ fn main() -> ExitCode {
         }
         let begun = Instant::now();
         println!("{name}");
-        if let Err(error) = measure(options, &mut report) {
+        // The test harness panics on errors. The thread keeps a panic from ending the other rows.
+        let run = || measure(options, &mut report);
+        let measured = thread::scope(|scope| scope.spawn(run).join());
+        if let Err(error) = measured.unwrap_or_else(|_| Err(anyhow!("the test harness panicked"))) {
             eprintln!("{name}: {error:#}");
             failed.push(name);
         }

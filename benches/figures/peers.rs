@@ -26,7 +26,6 @@ pub struct Compared {
 pub fn compare(base: &Path, target: &Path, step: usize, limit: u64) -> Result<Compared> {
     let begun = Instant::now();
     let clock = CpuClock::own();
-    let before = clock.now();
     let (mut left, mut right) = (File::open(base)?.take(limit), File::open(target)?.take(limit));
     let (mut old, mut new) = (vec![0; step], vec![0; step]);
     let mut blocks = Vec::new();
@@ -43,7 +42,7 @@ pub fn compare(base: &Path, target: &Path, step: usize, limit: u64) -> Result<Co
         blocks.extend(pairs.zip(first..).filter(|((a, b), _)| a != b).map(|(_, block)| block));
         first += (read as u64).div_ceil(4096);
     }
-    Ok(Compared { time: begun.elapsed(), cpu: clock.now() - before, blocks })
+    Ok(Compared { time: begun.elapsed(), cpu: clock.spent(), blocks })
 }
 
 fn fill(file: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use csi_loopback::proto::csi::v1 as csi;
 use prost::Message;
+use support::requests::{delta, framed};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tonic::codegen::{Bytes, http};
@@ -29,12 +30,7 @@ pub const WINDOWS: (u32, u32) = (4 << 20, 8 << 20);
 /// Gets a delta from a driver.
 pub async fn get_delta(socket: &Path, base: &str, target: &str, max: i32) -> Result<Received> {
     let stream = UnixStream::connect(socket).await?;
-    let message = csi::GetMetadataDeltaRequest {
-        base_snapshot_id: base.to_owned(),
-        target_snapshot_id: target.to_owned(),
-        max_results: max,
-        ..Default::default()
-    };
+    let message = csi::GetMetadataDeltaRequest { max_results: max, ..delta(base, target) };
     let mut frames = Vec::new();
     let received = receive(stream, DELTA, &message, |frame| frames.push(frame)).await?;
     Ok(Received { frames, ..received })
@@ -59,7 +55,7 @@ pub async fn receive(
         .body(())?;
     let begun = Instant::now();
     let (response, mut body) = sending.send_request(request, false)?;
-    body.send_data(framed(message), true)?;
+    body.send_data(framed(&message.encode_to_vec()), true)?;
     let response = response.await?;
     let error = response.headers().get("grpc-message").cloned();
     let mut response = response.into_body();
@@ -76,15 +72,6 @@ pub async fn receive(
     drop(sending);
     connection.abort();
     Ok(Received { whole, frames: Vec::new() })
-}
-
-/// A message with gRPC's five-byte prefix.
-fn framed(message: &impl Message) -> Bytes {
-    let encoded = message.encode_to_vec();
-    let mut framed = vec![0];
-    framed.extend((encoded.len() as u32).to_be_bytes());
-    framed.extend(encoded);
-    framed.into()
 }
 
 impl Received {

@@ -6,10 +6,9 @@ use std::fs::{self, File};
 use anyhow::{Context, Result};
 use csi_loopback::backend::tracker::{Bitmap, RecordReader, RecordWriter};
 use csi_loopback::backend::{Block, BlockRange};
+use support::random::Random;
 
-use crate::calls::Capability;
 use crate::harness::Driver;
-use crate::kernel::Random;
 
 /// Highly fragmented extents: 1 to 3 blocks long, 1 to 4 blocks apart.
 #[derive(Debug, Clone)]
@@ -21,7 +20,7 @@ pub struct Pattern {
 
 impl Pattern {
     pub fn new(extents: u64) -> Self {
-        Self { random: Random(11), next: 0, remaining: extents }
+        Self { random: Random::new(11), next: 0, remaining: extents }
     }
 
     /// The size in bytes of a volume with this number of extents.
@@ -42,7 +41,7 @@ impl Iterator for Pattern {
 
     fn next(&mut self) -> Option<(u64, u64)> {
         self.remaining = self.remaining.checked_sub(1)?;
-        let random = self.random.next();
+        let random = self.random.next_u64();
         let start = self.next + 1 + random % 4;
         self.next = start + 1 + (random >> 32) % 3;
         Some((start, self.next))
@@ -53,7 +52,7 @@ impl Iterator for Pattern {
 /// extents.
 pub fn driver_with_delta(extents: u64) -> Result<(Driver, String, String)> {
     let mut driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("sparse", Pattern::capacity(extents), Capability::Block)?;
+    let volume = driver.volume("sparse", Pattern::capacity(extents))?;
     let base = driver.snapshot("base", &volume)?;
     let target = driver.snapshot("target", &volume)?;
     driver.stop()?;

@@ -110,10 +110,7 @@ pub fn digits(number: f64) -> String {
         n if n >= 9.995 => format!("{number:.1}"),
         _ => format!("{number:.2}"),
     };
-    match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text,
-    }
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 /// With commas as thousands separators.

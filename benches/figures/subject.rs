@@ -5,12 +5,12 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use support::ops::Device;
 use tempfile::TempDir;
 
-use crate::calls::Capability;
 use crate::harness::{Driver, Layout};
 use crate::host_path::{self, HostPath};
-use crate::load::PlainLoop;
+use crate::load::plain_loop;
 use crate::stats::bytes;
 
 /// The block sizes of measured pools. The first is the default of a new pool.
@@ -44,16 +44,16 @@ impl Kind {
             Self::Pool(block_size) => {
                 let driver =
                     Driver::start_on(Layout { bytes: pool, block_size, is_allocated: true })?;
-                let volume = driver.volume("writers", size, Capability::Block)?;
-                let device = driver.publish(&volume, Capability::Block)?;
+                let volume = driver.volume("writers", size)?;
+                let device = driver.publish(&volume)?;
                 (Owner::Pool(driver, volume), device)
             }
             Self::Plain => {
                 let directory = TempDir::with_prefix("figures-")?;
                 let file = directory.path().join("plain");
                 File::create_new(&file)?.set_len(size)?;
-                let device = PlainLoop::attach(&file)?;
-                let path = device.path().to_owned();
+                let device = plain_loop(&file);
+                let path = device.path().into();
                 (Owner::Plain { _device: device, _directory: directory }, path)
             }
             Self::HostPath => match HostPath::start(5 * size) {
@@ -80,7 +80,7 @@ pub struct Subject {
 /// Dropping it removes the device and its file.
 enum Owner {
     Pool(Driver, String),
-    Plain { _device: PlainLoop, _directory: TempDir },
+    Plain { _device: Device, _directory: TempDir },
     HostPath(HostPath, String),
 }
 

@@ -8,8 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use support::random::Random;
 
-use crate::kernel::{self, Random};
+use crate::kernel;
 
 /// Number of passes that write a fragmented volume.
 const PASSES: u64 = 16;
@@ -18,7 +19,7 @@ const PASSES: u64 = 16;
 pub fn fill(path: &Path, bytes: u64) -> Result<()> {
     const CHUNK: u64 = 4 << 20;
     let file = kernel::open_direct(path)?;
-    let mut data = kernel::pages((CHUNK / 4096) as usize, &mut Random(1));
+    let mut data = kernel::pages((CHUNK / 4096) as usize, &mut Random::new(1));
     for offset in (0..bytes).step_by(CHUNK as usize) {
         // No two blocks of the file are equal.
         for (page, number) in data.iter_mut().zip(offset / 4096..) {
@@ -33,10 +34,10 @@ pub fn fill(path: &Path, bytes: u64) -> Result<()> {
 /// Overwrites these blocks with new data, with direct I/O.
 pub fn change(path: &Path, blocks: &[u64], seed: u64) -> Result<()> {
     let file = kernel::open_direct(path)?;
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut page = kernel::pages(1, &mut random);
     for block in blocks {
-        page[0].0[..8].copy_from_slice(&random.next().to_le_bytes());
+        page[0].0[..8].copy_from_slice(&random.next_u64().to_le_bytes());
         kernel::write_pages(&file, &page, block * 4096)?;
     }
     Ok(file.sync_all()?)
@@ -46,9 +47,10 @@ pub fn change(path: &Path, blocks: &[u64], seed: u64) -> Result<()> {
 /// writes in several passes, so that neighbours in the file are not adjacent on disk.
 pub fn scatter(path: &Path, blocks: &[u64]) -> Result<()> {
     let file = File::options().write(true).open(path)?;
-    let page = kernel::pages(1, &mut Random(7));
+    let page = kernel::pages(1, &mut Random::new(7));
     for pass in 0..PASSES {
-        for block in blocks.iter().filter(|block| Random(**block).next() % PASSES == pass) {
+        for block in blocks.iter().filter(|block| Random::new(**block).next_u64() % PASSES == pass)
+        {
             file.write_all_at(&page[0].0, block * 4096)?;
         }
         file.sync_all()?;
@@ -59,7 +61,7 @@ pub fn scatter(path: &Path, blocks: &[u64]) -> Result<()> {
 /// `count` blocks below `limit` with a gap before each, ascending, spread evenly but not regularly.
 pub fn scattered(count: usize, limit: u64, seed: u64) -> Vec<u64> {
     let stride = limit / count as u64;
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let gap = |random: &mut Random| random.below(stride.saturating_sub(1).max(1));
     (0..count as u64).map(|number| number * stride + gap(&mut random)).collect()
 }
@@ -87,12 +89,12 @@ pub fn write_during<T>(
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let writing = scope.spawn(|| -> Result<Vec<(Instant, Instant)>> {
-            let mut random = Random(seed);
+            let mut random = Random::new(seed);
             let mut page = kernel::pages(1, &mut random);
             let mut writes = Vec::new();
             while !done.load(Ordering::Relaxed) {
                 let block = blocks[random.below(blocks.len() as u64) as usize];
-                page[0].0[..8].copy_from_slice(&random.next().to_le_bytes());
+                page[0].0[..8].copy_from_slice(&random.next_u64().to_le_bytes());
                 let begun = Instant::now();
                 kernel::write_pages(&file, &page, block * 4096)?;
                 writes.push((begun, Instant::now()));

@@ -4,7 +4,6 @@
 use support::cluster::shared;
 
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
 use std::process::{Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
@@ -15,8 +14,8 @@ use support::cluster::processes_of;
 use support::cluster::programs::{Process, Served, json_extents, stdout_of, table_extents};
 use support::cluster::rig::Rig;
 use support::cluster::tls::Authority;
-use support::driver::{PATIENCE, block, wait_for};
-use support::{BLOCK, MIB, pattern, test_name, write_direct};
+use support::driver::{PATIENCE, wait_for};
+use support::{BLOCK, test_name};
 use tempfile::TempDir;
 
 const AUDIENCE: &str = "backup";
@@ -66,33 +65,11 @@ fn the_released_sidecar_serves_the_released_clients() {
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("ServiceAccount"), "{output:?}");
 
-    verify(&rig, &kubeconfig, &[], &second.handle);
-    verify(&rig, &kubeconfig, &["-p", "first"], &second.handle);
+    for base in [&[][..], &["-p", "first"]] {
+        rig.verify(&kubeconfig, base, &[0, 7, 8], &second.handle);
+    }
     let output = cluster.lister(&kubeconfig, &["-n", "default", "-s", "first"]);
     assert!(!output.status.success(), "{} reads another's", backup.user());
-}
-
-/// Lets the verifier rebuild the second snapshot, from nothing or from the first.
-fn verify(rig: &Rig<'_>, kubeconfig: &Path, base: &[&str], handle: &str) {
-    use support::requests::Source;
-    let name = format!("verified-{}", base.len());
-    let source = rig.driver.copy(&name, Source::Snapshot(handle), block());
-    let target = rig.driver.volume(&format!("target-{}", base.len()), 16 * MIB, block());
-    let (source, target) =
-        (rig.driver.publish(&source, &block()), rig.driver.publish(&target, &block()));
-    if !base.is_empty() {
-        // The state of the first snapshot.
-        for block in [0, 7, 8] {
-            write_direct(&target, block * BLOCK, &pattern(1 + block, BLOCK as usize));
-        }
-    }
-    let (source, target) = (support::path(&source), support::path(&target));
-    let arguments = ["-n", &rig.namespace, "-s", "second", "-src", source, "-tgt", target];
-    stdout_of(rig.cluster.verifier(kubeconfig, &[&arguments, base].concat()));
-    // The verifier does compare: it finds an unreported difference.
-    write_direct(Path::new(target), 50 * BLOCK, &pattern(3, BLOCK as usize));
-    let output = rig.cluster.verifier(kubeconfig, &[&arguments, base].concat());
-    assert!(String::from_utf8_lossy(&output.stderr).contains("do not match"), "{output:?}");
 }
 
 /// Runs its own binary with only this test. That process kills itself when its cluster runs.

@@ -6,7 +6,6 @@ use std::process::{Command, Output};
 use csi_loopback::kubernetes::snapshot::{MANAGED_BY, VolumeSnapshot, VolumeSnapshotContent};
 use k8s_openapi::api::core::v1::{Node, PersistentVolume};
 use kube::ResourceExt;
-use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 use support::cluster::access::{Account, rule};
 use support::cluster::{Cluster, shared};
@@ -65,10 +64,8 @@ impl<'a> Rig<'a> {
     }
 
     fn set_phase(&self, volume: &str, phase: &str) {
-        let patch = Patch::Merge(json!({ "status": { "phase": phase } }));
         let volumes = self.cluster.api::<PersistentVolume>();
-        let how = PatchParams::default();
-        self.cluster.block_on(volumes.patch_status(volume, &how, &patch)).unwrap();
+        self.cluster.merge_status(&volumes, volume, &json!({ "phase": phase }));
     }
 
     /// A content for the VolumeSnapshot with this name.
@@ -188,13 +185,10 @@ fn only_unused_objects_of_the_gone_node_are_removed() {
     // Finalizers of others are kept.
     assert_eq!(rig.forgotten(&["--confirm"], 0).0, rows(["deleting", "removed", ""])[..2]);
     assert_eq!(rig.state(&volume), Some((vec![CLAIM.to_owned()], true)));
-    cluster.wait_for("the VolumeSnapshot is gone", || {
-        cluster.get(&snapshots, "monday").is_none().then_some(())
-    });
+    cluster.wait_until_gone(&snapshots, "monday");
     assert_eq!(rig.forgotten(&["--confirm"], 0).0, rows(["deleting", "", ""])[..1]);
-    let patch = Patch::Merge(json!({ "metadata": { "finalizers": [] } }));
-    let volumes = cluster.api::<PersistentVolume>();
-    cluster.block_on(volumes.patch(&volume, &PatchParams::default(), &patch)).unwrap();
+    let patch = json!({ "metadata": { "finalizers": [] } });
+    cluster.merge(&cluster.api::<PersistentVolume>(), &volume, &patch);
     assert_eq!(rig.state(&volume), None);
     assert!(rig.forgotten(&["--confirm"], 0).0.is_empty());
 

@@ -268,7 +268,8 @@ fn a_drifted_service_is_corrected() {
     let started = Instant::now();
     for patch in [
         json!({ "spec": { "address": "elsewhere:2" } }),
-        json!({ "spec": { "caCert": ByteString(b"x".to_vec()), "audience": "other" } }),
+        json!({ "spec": { "caCert": ByteString(b"x".to_vec()) } }),
+        json!({ "spec": { "audience": "other" } }),
         json!({ "metadata": { "labels": null } }),
     ] {
         cluster.merge(&api, driver, &patch);
@@ -334,7 +335,8 @@ fn a_service_configuration_is_published_and_maintained() {
     let started = Instant::now();
     for patch in [
         json!({ "spec": { "address": "elsewhere:2" } }),
-        json!({ "spec": { "caCert": ByteString(b"x".to_vec()), "driverNamespace": "other" } }),
+        json!({ "spec": { "caCert": ByteString(b"x".to_vec()) } }),
+        json!({ "spec": { "driverNamespace": "other" } }),
         json!({ "metadata": { "labels": null } }),
     ] {
         cluster.merge(&api, driver, &patch);

@@ -1,7 +1,7 @@
 //! A catalog that is damaged on disk but intact in the page cache is rewritten at a start, also if
 //! that start is killed.
 
-use csi_loopback::backend::PoolKind;
+use csi_loopback::backend::{Error, PoolKind, check};
 use support::driver::{all_snapshots, block};
 use support::kernel::{damage_below_page_cache, drop_page_cache};
 use support::{MIB, have_root};
@@ -19,7 +19,9 @@ pub fn rewrite(die_at: Option<&str>) -> Vec<String> {
     let snapshot = scene.driver.snapshot(&scene.name("s", 0), &volume);
     assert!(scene.driver.stop().success());
     let disk = scene.driver.scratch().join("xfs.img");
-    damage_below_page_cache(&scene.driver.data_dir().join("catalog.redb"), &disk);
+    let data_dir = scene.driver.data_dir();
+    damage_below_page_cache(&data_dir.join("catalog.redb"), &disk);
+    assert!(matches!(check::check(&data_dir), Err(Error::Damaged(_))));
     match die_at {
         Some(name) => scene.plan(Fault::Kill, 1, name),
         None => scene.plan(Fault::Kill, 0, STEPS),
@@ -36,6 +38,7 @@ pub fn rewrite(die_at: Option<&str>) -> Vec<String> {
         assert!(listed.iter().any(|one| one.snapshot_id == snapshot), "{die_at:?}: {listed:?}");
     };
     is_listed(&scene);
+    assert!(data_dir.join("catalog.damaged").exists());
     assert!(scene.driver.stop().success());
     drop_page_cache();
     scene.driver.start_again();

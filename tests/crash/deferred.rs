@@ -353,7 +353,7 @@ impl Scenario for Deferred {
         matches!(self.call, Call::Leftovers | Call::Reboot).then_some("pool.directory_made")
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
+    fn in_use(&self, _on: &Scene) -> Vec<PathBuf> {
         self.container.iter().map(|container| container.file("")).collect()
     }
 
@@ -391,13 +391,7 @@ impl Scenario for Deferred {
 impl Deferred {
     /// The name of the backing file of the inline volume, which identifies its device.
     fn device_name(&self) -> String {
-        let handle = &self.inline.as_ref().unwrap().handle;
-        let devices = fs::read_dir("/sys/block").unwrap().flatten();
-        let mut names = devices.filter_map(|device| {
-            let file = fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
-            let name = file.trim_end().rsplit_once('/')?.1.to_owned();
-            name.contains(&format!("-{handle}-")).then_some(name)
-        });
-        names.next().unwrap()
+        let part = format!("-{}-", self.inline.as_ref().unwrap().handle);
+        backing_names().into_iter().find(|name| name.contains(&part)).unwrap()
     }
 }

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
-use tempfile::TempDir;
 use tonic::{Code, Status};
 
 use support::driver::*;
 use support::path;
+use support::points::Points;
 
 /// All fail points except those within a commit of the catalog, whose number depends on redb.
 pub const STEPS: &str = "!page.";
@@ -52,19 +52,27 @@ pub trait Scenario {
         None
     }
 
-    /// Directories and devices of pods, which must work without the driver; frozen ones are thawed
-    /// by the guard.
-    fn in_use(&self) -> Vec<PathBuf> {
+    /// The volumes that are published all the time, and whether each is mounted.
+    fn published(&self) -> Vec<(&str, bool)> {
         Vec::new()
     }
 
+    /// Directories and devices of pods, which must work without the driver; frozen ones are thawed
+    /// by the guard.
+    fn in_use(&self, on: &Scene) -> Vec<PathBuf> {
+        self.published().into_iter().map(|(id, _)| on.driver.target(id)).collect()
+    }
+
     /// The volumes with a loop device after the call, and the mount paths.
-    fn attached(&self, _on: &Scene) -> Attached {
-        Attached::default()
+    fn attached(&self, on: &Scene) -> Attached {
+        let all = self.published().into_iter();
+        all.fold(Attached::default(), |all, (id, is_mounted)| all.published(on, id, is_mounted))
     }
 
     /// Unpublishes and unstages everything.
-    fn finish(&mut self, _on: &Scene) {}
+    fn finish(&mut self, on: &Scene) {
+        self.published().into_iter().for_each(|(id, _)| on.driver.take_down(id));
+    }
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -93,7 +101,7 @@ impl Attached {
 pub struct Scene {
     pub driver: Driver,
     tag: String,
-    points: TempDir,
+    points: Points,
 }
 
 impl Scene {
@@ -105,7 +113,7 @@ impl Scene {
     /// Starts the driver by this program.
     pub fn start_by(program: &[&str], kind: PoolKind, flags: &[&str]) -> Self {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
-        let points = TempDir::with_prefix("points-").unwrap();
+        let points = Points::new();
         let watched = path(points.path()).to_owned();
         let flags: Vec<String> = flags.iter().map(|flag| flag.replace("SCENE", &watched)).collect();
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
@@ -137,22 +145,18 @@ impl Scene {
             Fault::Error => "error",
             Fault::Hang => "hang",
         };
-        let _ = fs::remove_file(self.points.path().join("met"));
-        let temporary = self.points.path().join("plan.part");
-        fs::write(&temporary, format!("{what} {at} {names}")).unwrap();
-        fs::rename(temporary, self.points.path().join("plan")).unwrap();
+        self.points.plan(what, at, names);
     }
 
     /// The fail points met since the plan was set.
     pub fn met_so_far(&self) -> Vec<String> {
-        let met = fs::read_to_string(self.points.path().join("met")).unwrap_or_default();
-        met.lines().map(str::to_owned).collect()
+        self.points.met()
     }
 
     /// The fail points met since the plan was set. Clears the plan.
     pub fn met(&self) -> Vec<String> {
-        let _ = fs::remove_file(self.points.path().join("plan"));
-        self.met_so_far()
+        self.points.clear();
+        self.points.met()
     }
 
     /// Kills the driver if it runs, runs `meanwhile`, and starts it. `UNAVAILABLE` if the start
@@ -202,15 +206,8 @@ impl Scene {
 
     /// The loop devices and mounts of this scene, from the kernel.
     fn attached_now(&self) -> Attached {
-        let mut devices: Vec<String> = Vec::new();
-        for entry in fs::read_dir("/sys/block").unwrap().flatten() {
-            let file = fs::read_to_string(entry.path().join("loop/backing_file"));
-            let Ok(file) = file else { continue };
-            let Some((_, name)) = file.trim_end().rsplit_once('/') else { continue };
-            if name.contains(&format!("-{}-", self.tag)) {
-                devices.push(name.to_owned());
-            }
-        }
+        let mut devices = backing_names();
+        devices.retain(|name| name.contains(&format!("-{}-", self.tag)));
         let distinct: BTreeSet<String> = devices.iter().cloned().collect();
         assert_eq!(devices.len(), distinct.len(), "two devices of one volume: {devices:?}");
         let below = |mount: &Mount| {
@@ -371,7 +368,7 @@ impl<'a> Play<'a> {
     }
 
     fn pods_go_on(&self) {
-        let places = self.scenario.in_use();
+        let places = self.scenario.in_use(&self.scene);
         let writes: Vec<PodWrite> = places.iter().map(|place| PodWrite::begin(place)).collect();
         writes.iter().for_each(PodWrite::assert_ends);
     }

@@ -77,19 +77,7 @@ impl OnPod {
     /// The devices of the volume, by the unique names of their backing files.
     fn devices(&self) -> Vec<String> {
         let begins = format!("inline-{}-", self.volume().handle);
-        let mut found = Vec::new();
-        for entry in fs::read_dir("/sys/block").unwrap().flatten() {
-            let file = fs::read_to_string(entry.path().join("loop/backing_file"));
-            let Some(name) =
-                file.ok().and_then(|file| Some(file.trim_end().rsplit_once('/')?.1.to_owned()))
-            else {
-                continue;
-            };
-            if name.starts_with(&begins) {
-                found.push(name);
-            }
-        }
-        found
+        backing_names().into_iter().filter(|name| name.starts_with(&begins)).collect()
     }
 
     /// Removes mounts and devices of the volume, as a reboot does.
@@ -191,7 +179,7 @@ impl Scenario for OnPod {
         (self.call == Call::Leftovers).then_some("pool.directory_made")
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
+    fn in_use(&self, _on: &Scene) -> Vec<PathBuf> {
         match self.call {
             Call::Repeat => vec![self.volume().target.clone()],
             _ => Vec::new(),

@@ -211,25 +211,39 @@ fn is_exact(kind: PoolKind) -> bool {
     kind != PoolKind::Copy
 }
 
+/// Interrupts a scenario at one in `every` of its fail points with these names. `interrupt` plays
+/// the index of a point, given all of them, and returns the number of its rounds.
+fn at_each_point(
+    (kind, entry): (PoolKind, &Entry),
+    names: &str,
+    every: usize,
+    mut interrupt: impl FnMut(&mut Play<'_>, usize, &[String]) -> usize,
+) -> usize {
+    let mut scenario = (entry.make)();
+    let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
+    let met = play.learn(names);
+    let first = if names == STEPS { own(&met, play.scenario) } else { 0 };
+    let mut rounds = 0;
+    for at in (first..met.len()).filter(|at| sampled(*at, every)) {
+        println!("{kind}: {}: interrupted at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
+        rounds += interrupt(&mut play, at, &met);
+    }
+    play.end();
+    rounds
+}
+
 #[test]
 fn a_call_converges_after_a_kill_at_any_point() {
     for_each_scenario(fits, |kind, entry| {
-        let mut scenario = (entry.make)();
-        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
-        let met = play.learn(STEPS);
         // Another day has the others; `hack/soak.sh` runs all.
         let every = if kind == PoolKind::Image { 2 } else { 8 };
-        let mut rounds = 0;
-        for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, every)) {
-            println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            if !play.die_at(at + 1, STEPS, is_exact(kind).then_some(&met)) {
-                continue;
+        at_each_point((kind, entry), STEPS, every, |play, at, met| {
+            if !play.die_at(at + 1, STEPS, is_exact(kind).then_some(met)) {
+                return 0;
             }
             play.converge(sampled(at, 3));
-            rounds += 1;
-        }
-        play.end();
-        rounds
+            1
+        })
     });
 }
 
@@ -238,21 +252,14 @@ fn a_kill_within_a_commit_leaves_the_old_or_new_catalog() {
     let wanted =
         |kind, entry: &Entry| fits(kind, entry) && (everything() || kind == PoolKind::Image);
     for_each_scenario(wanted, |kind, entry| {
-        let mut scenario = (entry.make)();
-        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
-        let met = play.learn(PAGES);
-        let mut rounds = 0;
-        for at in (0..met.len()).filter(|at| sampled(*at, 4)) {
-            println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
+        at_each_point((kind, entry), PAGES, 4, |play, at, _| {
             // Their number depends on redb and on the contents of the catalog.
             if !play.die_at(at + 1, PAGES, None) {
-                continue;
+                return 0;
             }
             play.converge(everything());
-            rounds += 1;
-        }
-        play.end();
-        rounds
+            1
+        })
     });
 }
 
@@ -265,26 +272,24 @@ fn a_driver_killed_during_each_start_recovers() {
             && !STARTS.contains(&entry.name)
     };
     for_each_scenario(wanted, |kind, entry| {
-        let mut scenario = (entry.make)();
-        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
-        let met = play.learn(STEPS);
-        // A start without recovery meets the points before and after it.
-        play.scene.driver.kill();
-        let idle = play.watch_start(STEPS);
-        play.scene.driver.start_again();
-        let settles_from = idle.iter().position(|point| point == "socket.bound").unwrap() + 1;
-        let mut deaths = 0;
-        for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, 5)) {
-            println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            if !play.die_at(at + 1, STEPS, is_exact(kind).then_some(&met)) {
-                continue;
+        let (mut settles_from, mut deaths) = (None, 0);
+        at_each_point((kind, entry), STEPS, 5, |play, at, met| {
+            let settles_from = *settles_from.get_or_insert_with(|| {
+                // A start without recovery meets the points before and after it.
+                play.scene.driver.kill();
+                let idle = play.watch_start(STEPS);
+                play.scene.driver.start_again();
+                idle.iter().position(|point| point == "socket.bound").unwrap() + 1
+            });
+            if !play.die_at(at + 1, STEPS, is_exact(kind).then_some(met)) {
+                return 0;
             }
             let from = if everything() && deaths == 0 { 1 } else { settles_from };
-            deaths += play.die_while_starting(from);
+            let more = play.die_while_starting(from);
+            deaths += more;
             play.converge(true);
-        }
-        play.end();
-        deaths
+            more
+        })
     });
 }
 
@@ -297,17 +302,10 @@ fn an_error_at_any_point_is_returned_and_the_call_converges() {
         calls && (everything() || kind == PoolKind::Image)
     };
     for_each_scenario(wanted, |kind, entry| {
-        let mut scenario = (entry.make)();
-        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
-        let met = play.learn(STEPS);
-        let mut rounds = 0;
-        for at in (0..met.len()).filter(|at| sampled(*at, 1)) {
-            println!("{kind}: {}: fails at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            play.fail_at(at + 1, is_exact(kind).then_some(&met));
-            rounds += 1;
-        }
-        play.end();
-        rounds
+        at_each_point((kind, entry), STEPS, 1, |play, at, met| {
+            play.fail_at(at + 1, is_exact(kind).then_some(met));
+            1
+        })
     });
 }
 
@@ -364,7 +362,7 @@ fn every_fail_point_is_met_by_a_scenario() {
             let steps = play.learn(STEPS);
             let frozen = steps.iter().position(|point| point == "freeze.frozen").unwrap() + 1;
             assert!(play.die_at(frozen, STEPS, Some(&steps)));
-            let left_over = Freeze::new(&play.scenario.in_use()[0]);
+            let left_over = Freeze::new(&play.scenario.in_use(&play.scene)[0]);
             note(play.watch_start(ALL));
             drop(left_over);
             play.converge(false);

@@ -268,10 +268,6 @@ impl Scenario for OnNode {
         (self.call == Call::Reboot).then_some("pool.directory_made")
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
     fn attached(&self, on: &Scene) -> Attached {
         use Call::*;
         let none = Attached::default();

@@ -2,8 +2,7 @@
 //! the next start, and a deferral is recorded before the driver receives the request.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Status;
@@ -12,6 +11,7 @@ use support::cluster::node_proxy::{BoundPod, Rig, Volume};
 use support::cluster::recorder::{DEFERRING, Recorder};
 use support::cluster::{Cluster, NoCluster};
 use support::driver::wait_for;
+use support::points::Points;
 use support::{have_root, path};
 
 /// Fail points of the proxy and of its store.
@@ -25,28 +25,15 @@ enum Step {
 
 struct Scene<'a> {
     rig: Rig<'a, Recorder<'a>>,
-    plan: PathBuf,
+    points: Points,
 }
 
 impl<'a> Scene<'a> {
     fn start(cluster: &'a Cluster) -> Self {
-        let plan = cluster.scratch().join(cluster.unique("plan"));
-        fs::create_dir(&plan).unwrap();
-        let flags = ["--fail-points", path(&plan), "--collect-every", "1h"];
+        let points = Points::new();
+        let flags = ["--fail-points", path(points.path()), "--collect-every", "1h"];
         let rig = Rig::with_flags(cluster, Recorder::start(cluster, &DEFERRING), &flags);
-        Self { rig, plan }
-    }
-
-    fn plan(&self, how: &str, at: usize) {
-        let _ = fs::remove_file(self.plan.join("met"));
-        let temporary = self.plan.join("plan.part");
-        fs::write(&temporary, format!("{how} {at} {ALL}")).unwrap();
-        fs::rename(temporary, self.plan.join("plan")).unwrap();
-    }
-
-    fn met(&self) -> Vec<String> {
-        let met = fs::read_to_string(self.plan.join("met")).unwrap_or_default();
-        met.lines().map(str::to_owned).collect()
+        Self { rig, points }
     }
 
     fn take(&self, step: Step, pod: &BoundPod, volume: &Volume) -> Result<(), Status> {
@@ -75,10 +62,10 @@ impl<'a> Scene<'a> {
         if step == Step::Unpublish {
             self.rig.publish(&pod, &volume).unwrap();
         }
-        self.plan(how, at);
+        self.points.plan(how, at, ALL);
         let first = self.take(step, &pod, &volume);
-        fs::remove_file(self.plan.join("plan")).unwrap();
-        let met = self.met();
+        self.points.clear();
+        let met = self.points.met();
         seen.extend(met.iter().cloned());
         let reached = met.len() >= at;
         if reached && how == "kill" {

@@ -1,19 +1,16 @@
 //! Scenario: a pool image grows while a pod writes.
 
-use std::path::PathBuf;
-
 use csi_loopback::proto::admin::v1 as admin;
 use support::MIB;
 use support::driver::*;
 use tonic::Status;
 
-use super::harness::{Attached, Scenario, Scene};
+use super::harness::{Scenario, Scene};
 
 /// Each round grows the pool by some MiB.
 #[derive(Default)]
 pub struct Grow {
     volume: String,
-    device: PathBuf,
     size: u64,
 }
 
@@ -26,7 +23,7 @@ impl Scenario for Grow {
     fn prepare(&mut self, on: &mut Scene, _round: usize) {
         if self.volume.is_empty() {
             self.volume = on.driver.volume(&on.name("v", 0), MIB, block());
-            self.device = on.driver.publish(&self.volume, &block());
+            on.driver.publish(&self.volume, &block());
             // The first growth beyond the flag updates the marker; later ones do not.
             self.size = 320 * MIB + Self::STEP;
             on.driver.ok(admin::GrowPoolRequest { size_bytes: self.size });
@@ -46,15 +43,7 @@ impl Scenario for Grow {
         assert!(pool.total_bytes > self.size - 80 * MIB, "{pool:?}");
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        vec![self.device.clone()]
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.volume, false)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        on.driver.take_down(&self.volume);
+    fn published(&self) -> Vec<(&str, bool)> {
+        vec![(self.volume.as_str(), false)]
     }
 }

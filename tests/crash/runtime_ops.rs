@@ -2,45 +2,38 @@
 //! call converges after the next start.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
 use support::have_root;
 use support::ops::Ops;
 use support::path;
+use support::points::Points;
 
 /// Prefix of its fail points.
 pub const POINTS: &str = "crust.";
-
-/// The fail points that a call meets.
-fn met(plan: &Path) -> Vec<String> {
-    let met = fs::read_to_string(plan.join("met")).unwrap_or_default();
-    met.lines().map(str::to_owned).collect()
-}
 
 /// Stages and unstages a volume repeatedly, interrupted at each fail point in turn.
 fn converges(how: &str, stages: bool, seen: &mut BTreeSet<String>) {
     for at in 1.. {
         let mut ops = Ops::start(&[]);
-        let plan = ops.scratch().join("plan");
-        fs::create_dir(&plan).unwrap();
+        let points = Points::new();
         let target = ops.target("mount");
         if !stages {
             ops.stage(ops.staging(&target)).unwrap();
             ops.entry(&target).write_runtime_cli(Path::new("/bin/true")).unwrap();
         }
         assert!(ops.stop().success());
-        ops.start_with(&["--fail-points", path(&plan)]);
-        fs::write(plan.join("plan"), format!("{how} {at} {POINTS}")).unwrap();
+        ops.start_with(&["--fail-points", path(points.path())]);
+        points.plan(how, at, POINTS);
         let call = |ops: &Ops| match stages {
             true => ops.stage(ops.staging(&target)),
             false => ops.unstage(&target),
         };
         let first = call(&ops);
-        fs::remove_file(plan.join("plan")).unwrap();
-        if met(&plan).len() < at {
+        points.clear();
+        if points.met().len() < at {
             first.unwrap();
-            seen.extend(met(&plan));
+            seen.extend(points.met());
             return;
         }
         // The entry is complete or missing.

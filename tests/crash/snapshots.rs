@@ -11,7 +11,7 @@ use csi_loopback::proto::csi::v1 as csi;
 use tonic::{Code, Status};
 
 use crate::bases::keep;
-use crate::harness::{Attached, Scenario, Scene};
+use crate::harness::{Scenario, Scene};
 use support::driver::*;
 use support::{BLOCK, MIB, pattern, read_all, write_direct, zero};
 
@@ -137,12 +137,8 @@ impl Scenario for TakeRaw {
         raw.check(on, &snapshot);
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        self.raw.iter().map(|raw| raw.device.clone()).collect()
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.raw.as_ref().unwrap().id, false)
+    fn published(&self) -> Vec<(&str, bool)> {
+        self.raw.iter().map(|raw| (&*raw.id, false)).collect()
     }
 
     fn finish(&mut self, on: &Scene) {
@@ -216,16 +212,8 @@ impl Scenario for TakeMounted {
         }
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        self.volume.iter().map(|volume| volume.target.clone()).collect()
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.volume.as_ref().unwrap().id, true)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        on.driver.take_down(&self.volume.as_ref().unwrap().id);
+    fn published(&self) -> Vec<(&str, bool)> {
+        self.volume.iter().map(|volume| (&*volume.id, true)).collect()
     }
 }
 
@@ -240,8 +228,7 @@ pub struct TakeGroup {
 
 impl TakeGroup {
     fn ids(&self) -> Vec<&str> {
-        let raw = self.raw.iter().map(|raw| raw.id.as_str());
-        self.mounted.iter().map(|volume| volume.id.as_str()).chain(raw).collect()
+        self.published().into_iter().map(|(id, _)| id).collect()
     }
 }
 
@@ -287,19 +274,9 @@ impl Scenario for TakeGroup {
         }
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        let raw = self.raw.iter().map(|raw| raw.device.clone());
-        self.mounted.iter().map(|volume| volume.target.clone()).chain(raw).collect()
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        let mounted = self.mounted.iter();
-        let all = mounted.fold(Attached::default(), |all, one| all.published(on, &one.id, true));
-        all.published(on, &self.raw.as_ref().unwrap().id, false)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        self.ids().into_iter().for_each(|id| on.driver.take_down(id));
+    fn published(&self) -> Vec<(&str, bool)> {
+        let raw = self.raw.iter().map(|raw| (&*raw.id, false));
+        self.mounted.iter().map(|volume| (&*volume.id, true)).chain(raw).collect()
     }
 }
 
@@ -460,16 +437,13 @@ impl Scenario for Pressure {
         on.driver.ok(delete_snapshot(&next));
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
+    fn published(&self) -> Vec<(&str, bool)> {
+        [&self.volume, &self.filler].map(|id| (id.as_str(), false)).into()
+    }
+
+    /// Without the filler, which takes the last space.
+    fn in_use(&self, _on: &Scene) -> Vec<PathBuf> {
         vec![self.device.clone()]
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.volume, false).published(on, &self.filler, false)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        [&self.volume, &self.filler].into_iter().for_each(|id| on.driver.take_down(id));
     }
 }
 
@@ -577,15 +551,7 @@ impl Scenario for Forget {
         Some("socket.named")
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        self.raw.iter().map(|raw| raw.device.clone()).collect()
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.raw.as_ref().unwrap().id, false)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        on.driver.take_down(&self.raw.as_ref().unwrap().id);
+    fn published(&self) -> Vec<(&str, bool)> {
+        self.raw.iter().map(|raw| (&*raw.id, false)).collect()
     }
 }

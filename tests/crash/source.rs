@@ -71,7 +71,7 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
         let path = entry.unwrap().path();
         if path.is_dir() {
             files.extend(sources(&path));
-        } else {
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
             files.push(path);
         }
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::{Code, Status};
 
-use crate::harness::{Attached, Scenario, Scene};
+use crate::harness::{Scenario, Scene};
 use crate::snapshots::{Mounted, blocks};
 use support::driver::*;
 use support::{BLOCK, MIB, pattern, read_all, write_direct};
@@ -109,16 +109,8 @@ impl Scenario for CloneMounted {
         }
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        self.source.iter().map(|source| source.target.clone()).collect()
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.source.as_ref().unwrap().id, true)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        on.driver.take_down(&self.source.as_ref().unwrap().id);
+    fn published(&self) -> Vec<(&str, bool)> {
+        self.source.iter().map(|source| (&*source.id, true)).collect()
     }
 }
 
@@ -182,16 +174,8 @@ impl Scenario for Expand {
         assert_eq!(size_of(&self.device), self.bytes);
     }
 
-    fn in_use(&self) -> Vec<PathBuf> {
-        vec![self.device.clone()]
-    }
-
-    fn attached(&self, on: &Scene) -> Attached {
-        Attached::default().published(on, &self.id, false)
-    }
-
-    fn finish(&mut self, on: &Scene) {
-        on.driver.take_down(&self.id);
+    fn published(&self) -> Vec<(&str, bool)> {
+        vec![(self.id.as_str(), false)]
     }
 }
 

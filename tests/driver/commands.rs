@@ -11,7 +11,7 @@ use csi_loopback::proto::admin::v1 as admin;
 use csi_loopback::proto::csi::v1 as csi;
 use serde_json::Value;
 use support::driver::*;
-use support::{MIB, have_root, path, pattern, read_all, write_direct};
+use support::{MIB, path, pattern, read_all, write_direct};
 
 /// The output of a command that must succeed.
 #[track_caller]
@@ -262,12 +262,13 @@ fn verify_accepts_one_snapshot_a_sample_and_devices() {
 
 #[test]
 fn leftovers_of_a_killed_verification_are_removed() {
-    if !have_root() {
-        return;
-    }
     // The listing stalls, so that the temporary volumes exist when the process is killed.
-    let stall = "stream-stall,after=1,for=30s,method=GetMetadataDelta,times=1";
-    let driver = Driver::with(PoolKind::Image, &["--enable-faults", "--fault", stall]);
+    let stall = [
+        "--enable-faults",
+        "--fault",
+        "stream-stall,after=1,for=30s,method=GetMetadataDelta,times=1",
+    ];
+    let Some(driver) = driver_with(PoolKind::Image, &stall) else { return };
     let volume = driver.volume("v", 8 * MIB, block());
     let device = driver.publish(&volume, &block());
     write_direct(&device, 0, &pattern(1, 4096));
@@ -312,11 +313,8 @@ fn leftovers_of_a_killed_verification_are_removed() {
 
 #[test]
 fn progress_and_color_appear_only_on_a_terminal() {
-    if !have_root() {
-        return;
-    }
     let slow = ["--enable-faults", "--fault", "slow-snapshot,for=3s"];
-    let driver = Driver::with(PoolKind::Copy, &slow);
+    let Some(driver) = driver_with(PoolKind::Copy, &slow) else { return };
     driver.volume("v", MIB, block());
     let on_terminal = |line: &str, variables: &[(&str, &str)]| {
         let mut command = Command::new("script");

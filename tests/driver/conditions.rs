@@ -8,9 +8,9 @@ use std::path::Path;
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
-use support::http::{fetch, http_address};
+use support::http::{HTTP, fetch, http_address};
 use support::inline::pod_volume;
-use support::{BLOCK, GIB, MIB, have_root, path, run, zero};
+use support::{BLOCK, GIB, MIB, path, run, zero};
 use tonic::{Code, Status};
 
 use csi::StorageHealthErrorType as Storage;
@@ -29,11 +29,8 @@ fn room(driver: &Driver) -> (u64, u64) {
 
 #[test]
 fn capacity_is_limited_by_the_pool_and_overcommit() {
-    if !have_root() {
-        return;
-    }
     let flags = ["--pool-size", "1Gi", "--overcommit", "3"];
-    let driver = Driver::with(PoolKind::Image, &flags);
+    let Some(driver) = driver_with(PoolKind::Image, &flags) else { return };
     let (available, maximum) = room(&driver);
     assert!((GIB * 3 / 4..GIB).contains(&available), "{available}");
     assert!((GIB * 5 / 2..=3 * GIB).contains(&maximum), "{maximum}");
@@ -59,10 +56,7 @@ fn capacity_is_limited_by_the_pool_and_overcommit() {
 
 #[test]
 fn a_nearly_full_pool_is_reported_and_accepts_no_volumes() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::with(PoolKind::Image, &["--pool-size", "512Mi"]);
+    let Some(driver) = driver_with(PoolKind::Image, &["--pool-size", "512Mi"]) else { return };
     let (volume, idle) = (driver.volume("v", GIB, block()), driver.volume("idle", MIB, block()));
     assert!(!condition(&driver, &idle).abnormal);
     let device = driver.publish(&volume, &block());
@@ -93,45 +87,8 @@ fn a_nearly_full_pool_is_reported_and_accepts_no_volumes() {
 }
 
 #[test]
-fn only_a_volume_with_a_damaged_file_is_abnormal() {
-    if !have_root() {
-        return;
-    }
-    for kind in [PoolKind::Reflink, PoolKind::Copy] {
-        let driver = Driver::start(kind);
-        let [gone, short, whole] =
-            ["gone", "short", "whole"].map(|name| driver.volume(name, 2 * MIB, block()));
-        let device = driver.publish(&short, &block());
-        fs::remove_file(driver.backing_file(&gone)).unwrap();
-        let file = File::options().write(true).open(driver.backing_file(&short)).unwrap();
-        file.set_len(MIB).unwrap();
-        for (id, word) in [(&gone, "is missing"), (&short, "expected 2097152")] {
-            let found = condition(&driver, id);
-            assert!(found.abnormal && found.message.contains(word), "{found:?}");
-        }
-        assert!(!condition(&driver, &whole).abnormal);
-        for entry in driver.ok(csi::ListVolumesRequest::default()).entries {
-            let found = entry.status.unwrap().volume_condition.unwrap();
-            let id = entry.volume.unwrap().volume_id;
-            assert_eq!(found.abnormal, id != whole, "{id}: {found:?}");
-        }
-        let answer = driver.ok(stats(&short, path(&device)));
-        assert!(answer.volume_condition.unwrap().abnormal);
-        driver.refused(create_snapshot("s", &gone), Code::DataLoss, "is missing");
-        driver.refused(driver.staging_of(&gone, &block()), Code::DataLoss, "is missing");
-        file.set_len(2 * MIB).unwrap();
-        assert!(!condition(&driver, &short).abnormal);
-        driver.take_down(&short);
-        driver.ok(delete_volume(&gone));
-    }
-}
-
-#[test]
 fn a_staged_volume_without_its_file_can_be_unstaged() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     for (name, wanted) in [("f", mounted("")), ("r", block())] {
         let volume = driver.volume(name, 32 * MIB, wanted.clone());
         let target = driver.publish(&volume, &wanted);
@@ -164,10 +121,7 @@ fn a_detached_loop_device_makes_its_volume_abnormal() {
 
 #[test]
 fn volumes_of_a_shut_down_pool_can_be_unstaged() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::with(PoolKind::Image, &["--http-endpoint", "127.0.0.1:0"]);
+    let Some(mut driver) = driver_with(PoolKind::Image, &HTTP) else { return };
     let volume = driver.volume("v", 32 * MIB, mounted(""));
     let idle = driver.volume("idle", MIB, block());
     driver.publish(&volume, &mounted(""));

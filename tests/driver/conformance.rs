@@ -7,15 +7,16 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::thread::sleep;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use csi_loopback::backend::PoolKind;
-use csi_loopback::conformance::{self, Found};
+use csi_loopback::conformance;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use support::cluster::dialect;
 use support::cluster::foreign::{Foreign, Freedom};
 use support::driver::*;
+use support::mutants::{assert_fails_only, is_due};
 use support::{ALL_KINDS, have_root, path};
 use tempfile::TempDir;
 
@@ -102,21 +103,9 @@ fn fault(text: &str) -> String {
     if is_whole { text } else { format!("wrong-metadata,how={text}") }
 }
 
-/// The rules that fail, with what was seen.
-fn failed(found: &[Found]) -> Vec<(&'static str, &str)> {
-    let failed = found.iter().filter_map(|(rule, result)| {
-        let seen = result.as_ref().err()?;
-        (!seen.starts_with("skipped: ")).then_some((*rule, seen.as_str()))
-    });
-    failed.collect()
-}
-
 /// Judges mutants by the rules for which `is_judged`, given the mutant and the id of a rule.
 fn judge_mutants(is_selected: impl Fn(&str) -> bool, is_judged: impl Fn(&Mutant, &str) -> bool) {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Image);
+    let Some(mut driver) = driver_with(PoolKind::Image, &[]) else { return };
     let (mounts, stagings) = (driver.scratch().join("mounts"), driver.scratch().join("stagings"));
     let endpoint = driver.endpoint();
     let flags = [
@@ -139,16 +128,8 @@ fn judge_mutants(is_selected: impl Fn(&str) -> bool, is_judged: impl Fn(&Mutant,
             let start = Instant::now();
             driver.restart_with(&["--enable-faults", "--fault", &fault(text)]);
             let found = judge(&|id| is_judged(mutant, id));
-            let failed = failed(&found);
             println!("{rule}: {:.1} s", start.elapsed().as_secs_f64());
-            for (other, seen) in &failed {
-                let is_named = other == rule || others.contains(other);
-                assert!(is_named, "{rule} ({text}) also fails {other}: {seen}");
-            }
-            for expected in [rule].into_iter().chain(others.iter()) {
-                let fails = failed.iter().any(|(other, _)| other == expected);
-                assert!(fails, "{rule} ({text}) does not fail {expected}: {found:#?}");
-            }
+            assert_fails_only(&found, rule, others);
         }
         driver.restart_with(&[]);
     });
@@ -177,15 +158,12 @@ fn each_rule_fails_for_its_mutant_and_no_other() {
     assert_eq!(mutants, sorted, "each rule has a mutant");
     // By its rule and the neighbours of this; by all rules one in four, and the others on the next
     // days.
-    let days = UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400;
-    let is_all = std::env::var("MUTANTS").is_ok_and(|which| which == "all");
     let place = |rule: &str| rules.iter().position(|one| *one == rule);
     let is_judged = |(rule, _, others): &Mutant, id: &str| {
         let own = place(rule).unwrap();
-        is_all
+        is_due(own, 4)
             // Reads the snapshot that while-used reads again.
             || (*rule == "while-used" && id == "allocated-changed")
-            || (own as u64 + days).is_multiple_of(4)
             || others.contains(&id)
             || place(id).is_some_and(|other| other.abs_diff(own) <= NEIGHBOURS)
     };
@@ -270,11 +248,8 @@ fn assert_nothing_remains(driver: &Driver) {
 #[test]
 #[ignore = "full tier"]
 fn this_driver_conforms_with_each_kind_of_pool() {
-    if !have_root() {
-        return;
-    }
     for (kind, style) in ALL_KINDS.into_iter().zip(["variable", "fixed"].into_iter().cycle()) {
-        let driver = Driver::with(kind, &["--block-metadata-type", style]);
+        let Some(driver) = driver_with(kind, &["--block-metadata-type", style]) else { return };
         let (code, out, err) = conformance(&driver, &["--report", "json"]);
         assert_eq!(code, Some(0), "{kind} {style}: {out}{err}");
         let report: serde_json::Value = serde_json::from_str(&out).unwrap();
@@ -285,11 +260,8 @@ fn this_driver_conforms_with_each_kind_of_pool() {
 
 #[test]
 fn a_violation_exits_with_1_and_shows_how_to_repeat_it() {
-    if !have_root() {
-        return;
-    }
     let mutant = ["--enable-faults", "--fault", "wrong-metadata,how=offset-beyond-ok"];
-    let driver = Driver::with(PoolKind::Image, &mutant);
+    let Some(driver) = driver_with(PoolKind::Image, &mutant) else { return };
     let focus = ["--no-node", "--focus", "offset-beyond", "--focus", "id-missing", "--seed", "5"];
     let (code, out, err) = conformance(&driver, &focus);
     assert_eq!(code, Some(1), "{out}{err}");
@@ -380,10 +352,7 @@ fn host_path_has_its_three_violations_and_no_other() {
 
 #[test]
 fn an_interrupted_run_removes_what_it_made() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Image);
+    let Some(driver) = driver_with(PoolKind::Image, &[]) else { return };
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         let mut command = Command::new(binary());
         command.args(["conformance", "--endpoint", &driver.endpoint(), "--mountdir"]);

@@ -50,10 +50,7 @@ fn exhaust(process: Pid, socket: &Path, log: impl Fn() -> String) -> Vec<UnixStr
 #[test]
 #[ignore = "full tier"]
 fn a_driver_recovers_from_descriptor_exhaustion() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     driver.ok(csi::ProbeRequest {});
     for round in 0..2 {
         let clients = exhaust(driver.pid(), &driver.socket(), || driver.log());

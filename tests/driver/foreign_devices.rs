@@ -10,7 +10,7 @@ use csi_loopback::backend::PoolKind;
 use tonic::Code;
 
 use support::driver::*;
-use support::{BLOCK, MIB, have_root, path, pattern, read_all, write_direct};
+use support::{BLOCK, MIB, path, pattern, read_all, write_direct};
 
 /// A loop device of an administrator, detached at the end.
 struct Foreign {
@@ -60,10 +60,7 @@ const WRITABLE: [&[&str]; 4] = [
 
 #[test]
 fn a_foreign_writable_device_is_refused_by_name_and_kept() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let volume = driver.volume("v", 4 * MIB, block());
     let file = driver.backing_file(&volume);
     for options in WRITABLE {
@@ -83,10 +80,7 @@ fn a_foreign_writable_device_is_refused_by_name_and_kept() {
 
 #[test]
 fn a_foreign_device_attached_later_is_an_abnormal_condition() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let volume = driver.volume("v", 4 * MIB, block());
     let target = driver.publish(&volume, &block());
     let condition = || driver.ok(stats(&volume, path(&target))).volume_condition.unwrap();
@@ -110,10 +104,7 @@ fn a_foreign_device_attached_later_is_an_abnormal_condition() {
 
 #[test]
 fn a_foreign_read_only_device_is_ignored() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Copy);
+    let Some(mut driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let volume = driver.volume("v", 4 * MIB, block());
     let file = driver.backing_file(&volume);
     for options in [&["-r", "-b", "4096"][..], &["-r"], &["-r", "-o", "4096"]] {

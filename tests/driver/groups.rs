@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
-use support::{BLOCK, MIB, SetOnDrop, have_root, pattern, write_buffered};
+use support::{BLOCK, MIB, SetOnDrop, pattern, write_buffered};
 use tonic::Code;
 
 use csi::volume_capability::access_mode::Mode;
@@ -76,10 +76,7 @@ fn a_group_snapshot_has_one_point_in_time() {
 
 #[test]
 fn a_failed_group_snapshot_leaves_nothing() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Reflink);
+    let Some(driver) = driver_with(PoolKind::Reflink, &[]) else { return };
     let ids = ["a", "b", "c"].map(|name| driver.volume(name, 32 * MIB, mounted("")));
     let stagings = [0, 1].map(|number| driver.stage(&ids[number], &mounted("")));
     let files = |directory: &str| fs::read_dir(driver.data_dir().join(directory)).unwrap().count();

@@ -8,7 +8,7 @@ use csi::volume_health::VolumeHealthEntry;
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
-use support::{MIB, have_root, path};
+use support::{MIB, path};
 use tonic::Code;
 
 fn health(driver: &Driver, id: &str) -> Vec<VolumeHealthEntry> {
@@ -46,10 +46,7 @@ fn found(entries: &[VolumeHealthEntry]) -> Vec<(Status, &str)> {
 
 #[test]
 fn health_equals_the_condition_and_lists_only_abnormal_volumes() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let [gone, short, whole] =
         ["gone", "short", "whole"].map(|name| driver.volume(name, 2 * MIB, block()));
     let device = driver.publish(&short, &block());
@@ -57,17 +54,29 @@ fn health_equals_the_condition_and_lists_only_abnormal_volumes() {
     fs::remove_file(driver.backing_file(&gone)).unwrap();
     let file = File::options().write(true).open(driver.backing_file(&short)).unwrap();
     file.set_len(MIB).unwrap();
-    for (id, reason) in [(&gone, "BackingFileMissing"), (&short, "BackingFileShort")] {
+    for (id, reason, words) in [
+        (&gone, "BackingFileMissing", "is missing"),
+        (&short, "BackingFileShort", "expected 2097152"),
+    ] {
         let reported = health(&driver, id);
         assert_eq!(found(&reported), [(DataLoss, reason)]);
-        let status = driver.ok(get_volume(id)).status.unwrap();
-        assert_eq!(reported[0].message, status.volume_condition.unwrap().message);
+        let condition = driver.ok(get_volume(id)).status.unwrap().volume_condition.unwrap();
+        assert_eq!((condition.abnormal, &condition.message), (true, &reported[0].message));
+        assert!(condition.message.contains(words), "{condition:?}");
         // In use or not, and whatever path the caller passes.
         for at in ["", path(&device), "/nowhere"] {
             assert_eq!(health_on_node(&driver, id, Path::new(at)), reported);
         }
     }
     assert!(health(&driver, &whole).is_empty());
+    for entry in driver.ok(csi::ListVolumesRequest::default()).entries {
+        let condition = entry.status.unwrap().volume_condition.unwrap();
+        let id = entry.volume.unwrap().volume_id;
+        assert_eq!(condition.abnormal, id != whole, "{id}: {condition:?}");
+    }
+    assert!(driver.ok(stats(&short, path(&device))).volume_condition.unwrap().abnormal);
+    driver.refused(create_snapshot("s", &gone), Code::DataLoss, "is missing");
+    driver.refused(driver.staging_of(&gone, &block()), Code::DataLoss, "is missing");
     let mut abnormal = [gone.clone(), short.clone()];
     abnormal.sort_unstable();
     assert_eq!(pages(&driver, 0), [abnormal.to_vec()]);
@@ -75,6 +84,8 @@ fn health_equals_the_condition_and_lists_only_abnormal_volumes() {
     assert!(pages(&driver, 1).iter().all(|page| page.len() <= 1));
     file.set_len(2 * MIB).unwrap();
     assert!(health(&driver, &short).is_empty());
+    driver.take_down(&short);
+    driver.ok(delete_volume(&gone));
 }
 
 #[test]

@@ -1,13 +1,13 @@
 //! Missing, malformed and hostile fields: the error names the field, and nothing changes.
 
 use std::collections::BTreeSet;
-use std::fs::{self};
+use std::fs;
 use std::path::Path;
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
+use support::MIB;
 use support::driver::*;
-use support::{MIB, have_root};
 use tonic::{Code, Status};
 
 use csi::volume_capability::access_mode::Mode;
@@ -45,6 +45,16 @@ fn malformed(volume: &str) -> Vec<Case> {
     cases
 }
 
+/// The request with one field changed.
+fn changed<R: Rpc + Clone>(
+    field: &'static str,
+    mut request: R,
+    change: impl FnOnce(&mut R),
+) -> Case {
+    change(&mut request);
+    case(field, request)
+}
+
 fn stage(volume: &str) -> csi::NodeStageVolumeRequest {
     csi::NodeStageVolumeRequest {
         volume_id: volume.to_owned(),
@@ -72,33 +82,22 @@ fn validate(volume: &str) -> csi::ValidateVolumeCapabilitiesRequest {
     }
 }
 
+fn delete_group(id: &str) -> csi::DeleteVolumeGroupSnapshotRequest {
+    csi::DeleteVolumeGroupSnapshotRequest { group_snapshot_id: id.to_owned(), ..Default::default() }
+}
+
 fn missing(volume: &str) -> Vec<Case> {
+    let new = || create("x", MIB, block());
     vec![
         case("volume_id", get_volume("")),
-        case(
-            "capacity_range",
-            csi::ControllerExpandVolumeRequest { capacity_range: None, ..expand(volume, 1) },
-        ),
-        case(
-            "volume_capabilities",
-            csi::CreateVolumeRequest { volume_capabilities: vec![], ..create("x", MIB, block()) },
-        ),
-        case(
-            "volume_content_source",
-            csi::CreateVolumeRequest {
-                volume_content_source: Some(csi::VolumeContentSource { r#type: None }),
-                ..create("x", MIB, block())
-            },
-        ),
+        changed("capacity_range", expand(volume, 1), |req| req.capacity_range = None),
+        changed("volume_capabilities", new(), |req| req.volume_capabilities.clear()),
+        changed("volume_content_source", new(), |req| {
+            req.volume_content_source = Some(csi::VolumeContentSource { r#type: None });
+        }),
         case("snapshot_id", from_source("x", Source::Snapshot(""), 0)),
         case("volume_id", from_source("x", Source::Volume(""), 0)),
-        case(
-            "volume_capabilities",
-            csi::ValidateVolumeCapabilitiesRequest {
-                volume_capabilities: vec![],
-                ..validate(volume)
-            },
-        ),
+        changed("volume_capabilities", validate(volume), |req| req.volume_capabilities.clear()),
         case("source_volume_ids", create_group_snapshot("x", &[])),
         case("source_volume_ids", create_group_snapshot("x", &[""])),
         case("source_volume_ids", create_group_snapshot("x", &[volume, volume])),
@@ -106,22 +105,10 @@ fn missing(volume: &str) -> Vec<Case> {
         case("target_path", unpublishing(volume, "")),
         case("volume_path", stats(volume, "")),
         case("volume_path", expand_on_node(volume, Path::new(""))),
-        case(
-            "volume_capability",
-            csi::NodeStageVolumeRequest { volume_capability: None, ..stage(volume) },
-        ),
-        case(
-            "volume_capability",
-            csi::NodePublishVolumeRequest { volume_capability: None, ..publish(volume) },
-        ),
-        case(
-            "staging_target_path",
-            csi::NodeStageVolumeRequest { staging_target_path: String::new(), ..stage(volume) },
-        ),
-        case(
-            "target_path",
-            csi::NodePublishVolumeRequest { target_path: String::new(), ..publish(volume) },
-        ),
+        changed("volume_capability", stage(volume), |req| req.volume_capability = None),
+        changed("volume_capability", publish(volume), |req| req.volume_capability = None),
+        changed("staging_target_path", stage(volume), |req| req.staging_target_path.clear()),
+        changed("target_path", publish(volume), |req| req.target_path.clear()),
     ]
 }
 
@@ -133,40 +120,24 @@ fn wrong_id(volume: &str, id: &str) -> Vec<Case> {
         case("name", create_group_snapshot(id, &[volume])),
         case("volume_id", delete_volume(id)),
         case("volume_id", get_volume(id)),
-        case(
-            "volume_id",
-            csi::ControllerGetVolumeHealthRequest {
-                volume_id: id.to_owned(),
-                ..Default::default()
-            },
-        ),
-        case(
-            "volume_id",
-            csi::NodeGetVolumeHealthRequest { volume_id: id.to_owned(), ..Default::default() },
-        ),
+        changed("volume_id", csi::ControllerGetVolumeHealthRequest::default(), |req| {
+            req.volume_id = id.to_owned();
+        }),
+        changed("volume_id", csi::NodeGetVolumeHealthRequest::default(), |req| {
+            req.volume_id = id.to_owned();
+        }),
         case("volume_id", expand(id, 1)),
         case("volume_id", modify(id, &[])),
         case("volume_id", validate(id)),
         case("source_volume_id", create_snapshot("x", id)),
         case("snapshot_id", delete_snapshot(id)),
-        case(
-            "snapshot_id",
-            csi::GetSnapshotRequest { snapshot_id: id.to_owned(), ..Default::default() },
-        ),
-        case(
-            "group_snapshot_id",
-            csi::GetVolumeGroupSnapshotRequest {
-                group_snapshot_id: id.to_owned(),
-                ..Default::default()
-            },
-        ),
-        case(
-            "group_snapshot_id",
-            csi::DeleteVolumeGroupSnapshotRequest {
-                group_snapshot_id: id.to_owned(),
-                ..Default::default()
-            },
-        ),
+        changed("snapshot_id", csi::GetSnapshotRequest::default(), |req| {
+            req.snapshot_id = id.to_owned();
+        }),
+        changed("group_snapshot_id", csi::GetVolumeGroupSnapshotRequest::default(), |req| {
+            req.group_snapshot_id = id.to_owned();
+        }),
+        case("group_snapshot_id", delete_group(id)),
         case("snapshot_id", allocated(id)),
         case("base_snapshot_id", delta(id, "snap")),
         case("target_snapshot_id", delta("snap", id)),
@@ -180,51 +151,25 @@ fn wrong_id(volume: &str, id: &str) -> Vec<Case> {
 }
 
 fn wrong_capability(volume: &str, wanted: &csi::VolumeCapability) -> Vec<Case> {
-    let capability = || Some(wanted.clone());
+    const FIELD: &str = "volume_capability";
+    let (capability, nowhere) = (|| Some(wanted.clone()), Path::new("/nowhere"));
     vec![
-        case(
-            "volume_capability",
-            csi::NodeStageVolumeRequest { volume_capability: capability(), ..stage(volume) },
-        ),
-        case(
-            "volume_capability",
-            csi::NodePublishVolumeRequest { volume_capability: capability(), ..publish(volume) },
-        ),
+        changed(FIELD, stage(volume), |req| req.volume_capability = capability()),
+        changed(FIELD, publish(volume), |req| req.volume_capability = capability()),
         case("volume_capabilities", create("x", MIB, wanted.clone())),
-        case(
-            "volume_capability",
-            csi::ControllerExpandVolumeRequest {
-                volume_capability: capability(),
-                ..expand(volume, 1)
-            },
-        ),
-        case(
-            "volume_capability",
-            csi::NodeExpandVolumeRequest {
-                volume_capability: capability(),
-                ..expand_on_node(volume, Path::new("/nowhere"))
-            },
-        ),
+        changed(FIELD, expand(volume, 1), |req| req.volume_capability = capability()),
+        changed(FIELD, expand_on_node(volume, nowhere), |req| req.volume_capability = capability()),
     ]
 }
 
 fn wrong_path(volume: &str, place: &str) -> Vec<Case> {
-    let place = || place.to_owned();
+    const STAGING: &str = "staging_target_path";
     vec![
-        case(
-            "staging_target_path",
-            csi::NodeStageVolumeRequest { staging_target_path: place(), ..stage(volume) },
-        ),
-        case(
-            "target_path",
-            csi::NodePublishVolumeRequest { target_path: place(), ..publish(volume) },
-        ),
-        case(
-            "staging_target_path",
-            csi::NodePublishVolumeRequest { staging_target_path: place(), ..publish(volume) },
-        ),
-        case("staging_target_path", unstaging(volume, &place())),
-        case("target_path", unpublishing(volume, &place())),
+        changed(STAGING, stage(volume), |req| req.staging_target_path = place.to_owned()),
+        changed("target_path", publish(volume), |req| req.target_path = place.to_owned()),
+        changed(STAGING, publish(volume), |req| req.staging_target_path = place.to_owned()),
+        case(STAGING, unstaging(volume, place)),
+        case("target_path", unpublishing(volume, place)),
     ]
 }
 
@@ -255,10 +200,7 @@ fn a_missing_or_malformed_field_is_named_in_the_error() {
 
 #[test]
 fn a_hostile_id_or_name_has_no_effect() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let volume = driver.volume("v", MIB, block());
     let precious = driver.scratch().join("precious");
     fs::create_dir_all(precious.join("directory")).unwrap();
@@ -292,10 +234,6 @@ fn a_hostile_id_or_name_has_no_effect() {
     let mut made = vec![volume.clone()];
     for word in hostile {
         let place = precious.join("file").display().to_string();
-        let group = |id: &str| csi::DeleteVolumeGroupSnapshotRequest {
-            group_snapshot_id: id.to_owned(),
-            ..Default::default()
-        };
         let answers: Vec<Result<(), Status>> = vec![
             driver.call(get_volume(word)).map(drop),
             driver.call(delete_volume(word)).map(drop),
@@ -305,7 +243,7 @@ fn a_hostile_id_or_name_has_no_effect() {
             driver.call(create_snapshot("x", word)).map(drop),
             driver.call(delete_snapshot(word)).map(drop),
             driver.call(create_group_snapshot("x", &[word])).map(drop),
-            driver.call(group(word)).map(drop),
+            driver.call(delete_group(word)).map(drop),
             driver.call(allocated(word)).map(drop),
             driver.call(delta(word, word)).map(drop),
             driver.call(from_source("x", Source::Volume(word), 0)).map(drop),

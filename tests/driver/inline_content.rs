@@ -6,8 +6,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
@@ -16,7 +15,7 @@ use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
 use support::driver::*;
 use support::inline::{PodVolume, is_mounted, pod_volume};
-use support::{BLOCK, path, run};
+use support::{BLOCK, files_below, path, run};
 use tonic::Code;
 
 /// Must appear in no log and no catalog, and nowhere after the end.
@@ -60,18 +59,6 @@ fn contains(file: &Path, bytes: &[u8]) -> bool {
     }
 }
 
-fn all_files(directory: &Path) -> Vec<PathBuf> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(directory).unwrap() {
-        let entry = entry.unwrap();
-        match entry.file_type().unwrap().is_dir() {
-            true => files.extend(all_files(&entry.path())),
-            false => files.push(entry.path()),
-        }
-    }
-    files
-}
-
 #[test]
 fn each_key_of_content_and_secret_is_a_file() {
     with_driver(|driver| {
@@ -99,34 +86,6 @@ fn each_key_of_content_and_secret_is_a_file() {
         assert_eq!(files(&volume), expected(&[]));
         driver.unpublish(&volume.handle, &volume.target);
         assert!(!is_mounted(&volume.target) && !volume.target.exists());
-    });
-}
-
-#[test]
-fn invalid_content_is_refused_and_leaves_nothing() {
-    with_driver(|driver| {
-        let volume = pod_volume(driver, "uid", "refused");
-        let refused = |request: csi::NodePublishVolumeRequest, words: &str| {
-            let answer = driver.call(request);
-            let status = answer.expect_err(words);
-            assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
-            assert!(status.message().contains(words), "{status:?}");
-            assert!(!status.message().contains(SECRET), "{status:?}");
-            assert!(!volume.target.exists(), "{words}");
-        };
-        let with_secret = volume.publishing_content(&[], &[("token", SECRET)]);
-        let writable = csi::NodePublishVolumeRequest { readonly: false, ..with_secret };
-        refused(writable, "volumes[].csi.readOnly");
-        let twice = volume.publishing_content(&[("content/token", "x")], &[("token", SECRET)]);
-        refused(twice, "secrets");
-        for name in ["", ".", "..data", "..", "a/b", "../a", "a\0b", "é", &"n".repeat(254)] {
-            refused(volume.publishing_content(&[], &[(name, SECRET)]), "secrets");
-        }
-        let many: Vec<(String, &str)> = (0..1025).map(|n| (format!("key{n}"), SECRET)).collect();
-        let many: Vec<(&str, &str)> = many.iter().map(|(n, value)| (n.as_str(), *value)).collect();
-        refused(volume.publishing_content(&[], &many), "1024");
-        let large = SECRET.repeat((3 << 20) / SECRET.len() + 1);
-        refused(volume.publishing_content(&[], &[("large", &large)]), "secrets");
     });
 }
 
@@ -249,7 +208,7 @@ fn a_memory_volume_survives_the_driver_but_not_the_pod() {
         let volume = pod_volume(driver, "uid", "memory");
         let publishing = volume.publishing(&[("medium", "Memory"), ("size", "16Mi")]);
         driver.ok(publishing.clone());
-        assert_eq!(filesystem(&volume.target), "tmpfs");
+        assert_eq!(mounts_at(&volume.target)[0].fs_type, "tmpfs");
         fs::write(volume.file("written"), "by the pod").unwrap();
         driver.kill();
         fs::write(volume.file("meanwhile"), "too").unwrap();
@@ -267,12 +226,6 @@ fn a_memory_volume_survives_the_driver_but_not_the_pod() {
         driver.unpublish(&volume.handle, &volume.target);
         assert!(!is_mounted(&volume.target) && !volume.target.exists());
     });
-}
-
-/// The kernel's name of the mounted filesystem.
-fn filesystem(at: &Path) -> String {
-    let output = Command::new("findmnt").args(["-n", "-o", "FSTYPE", path(at)]).output().unwrap();
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 #[test]
@@ -303,13 +256,18 @@ fn content_and_secrets_are_never_on_disk() {
             [&[], &[("medium", "Memory")], &[("readOnlyContent", "false")]];
         for (number, attributes) in attributes.into_iter().enumerate() {
             let volume = pod_volume(driver, "uid", &format!("secret-{number}"));
-            let mut request = volume.publishing_content(attributes, &[("token", SECRET)]);
+            let attributes = [attributes, &[("content/config", SECRET)]].concat();
+            let mut request = volume.publishing_content(&attributes, &[("token", SECRET)]);
             request.readonly = number < 2;
             driver.ok(request);
-            assert_eq!(filesystem(&volume.target), "tmpfs", "{attributes:?}");
+            assert_eq!(mounts_at(&volume.target)[0].fs_type, "tmpfs", "{attributes:?}");
             run("sync", &["-f", path(&driver.data_dir())]);
+            let is_stored = |bytes: &[u8]| {
+                files_below(&driver.data_dir()).iter().any(|file| contains(file, bytes))
+            };
+            assert!(is_stored(volume.handle.as_bytes()), "its row is in the catalog");
             let nowhere = |when: &str| {
-                for file in all_files(&driver.data_dir()) {
+                for file in files_below(&driver.data_dir()) {
                     assert!(!contains(&file, SECRET.as_bytes()), "{when}: {}", file.display());
                 }
                 assert!(!driver.log().contains(SECRET), "{when}: the log");
@@ -327,7 +285,7 @@ fn content_and_secrets_are_never_on_disk() {
             let mut request = volume.publishing(&attributes);
             request.readonly = expected == "tmpfs";
             driver.ok(request);
-            assert_eq!(filesystem(&volume.target), expected);
+            assert_eq!(mounts_at(&volume.target)[0].fs_type, expected);
             driver.unpublish(&volume.handle, &volume.target);
         }
     });

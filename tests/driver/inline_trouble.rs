@@ -1,20 +1,20 @@
-//! Inline volumes in trouble: occupied targets, volumes in use, removed files, reboots, and pods
-//! that vanished unnoticed. A volume in use is kept, an unused one is removed.
+//! Inline volumes in trouble: volumes in use, removed files, reboots, and pods that vanished
+//! unnoticed. A volume in use is kept, an unused one is removed.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::backend::check::{self, FindingKind};
-use csi_loopback::proto::csi::v1 as csi;
 use support::container::UNMOUNT_OTHERS;
 use support::driver::*;
 use support::inline::{PodVolume, is_mounted, pod_volume};
-use support::{MIB, have_root, path, run};
+use support::{MIB, path, run};
 use tonic::Code;
+
+use super::inline::device_at;
 
 const SMALL: [(&str, &str); 1] = [("size", "16Mi")];
 
@@ -31,22 +31,15 @@ fn unpublish(driver: &Driver, volume: &PodVolume) {
     assert!(!volume.target.exists() && !is_mounted(&volume.target));
 }
 
-fn device_at(target: &Path) -> String {
-    let found =
-        Command::new("findmnt").args(["-n", "-o", "SOURCE", path(target)]).output().unwrap();
-    String::from_utf8(found.stdout).unwrap().trim().to_owned()
-}
-
 fn is_attached(device: &str) -> bool {
-    let name = Path::new(device).file_name().unwrap();
-    Path::new("/sys/block").join(name).join("loop").exists()
+    Path::new("/sys/block").join(device).join("loop").exists()
 }
 
 /// Removes what a reboot removes of a volume.
 fn reboot(volume: &PodVolume) {
     let device = device_at(&volume.target);
     run("umount", &[path(&volume.target)]);
-    detach_loop(&device);
+    detach_loop(&format!("/dev/{device}"));
 }
 
 fn pods(driver: &Driver) -> PathBuf {
@@ -84,33 +77,6 @@ fn settled(driver: &mut Driver, count: u64) {
             driver.start_again();
         }
         is_settled
-    });
-}
-
-#[test]
-fn an_occupied_target_is_refused() {
-    with_driver(|driver| {
-        let volume = pod_volume(driver, "uid", "v");
-        fs::create_dir_all(&volume.target).unwrap();
-        run("mount", &["-t", "tmpfs", "tmpfs", path(&volume.target)]);
-        let words = "target_path: another mount or file exists at";
-        driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
-        driver.unpublish(&volume.handle, &volume.target);
-        assert!(is_mounted(&volume.target), "a foreign mount remains");
-        assert_eq!(in_pool(driver), 0);
-        driver.start_again();
-        run("umount", &[path(&volume.target)]);
-        fs::remove_dir(&volume.target).unwrap();
-        fs::write(&volume.target, "").unwrap();
-        driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
-        fs::remove_file(&volume.target).unwrap();
-        driver.ok(volume.publishing(&SMALL));
-        // Not over another volume either.
-        let other = PodVolume { handle: "csi-other".to_owned(), target: volume.target.clone() };
-        driver.refused(other.publishing(&SMALL), Code::FailedPrecondition, words);
-        driver.unpublish(&other.handle, &other.target);
-        assert!(is_mounted(&volume.target));
-        unpublish(driver, &volume);
     });
 }
 
@@ -159,21 +125,18 @@ fn an_inline_volume_in_use_is_removed_after_its_user() {
 
 #[test]
 fn a_pod_keeps_an_inline_volume_whose_file_was_removed() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Reflink);
+    let Some(mut driver) = driver_with(PoolKind::Reflink, &[]) else { return };
     let volume = published(&driver, "uid");
     let device = device_at(&volume.target);
     for entry in fs::read_dir(driver.data_dir().join("volumes")).unwrap() {
         fs::remove_file(entry.unwrap().path()).unwrap();
     }
-    driver.refused(volume.publishing(&SMALL), Code::DataLoss, "backing file is missing");
+    driver.refused(volume.publishing(&SMALL), Code::DataLoss, "delete the pod");
     fs::write(volume.file("more"), "written").unwrap();
     assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
-    let condition = driver.ok(stats(&volume.handle, path(&volume.target))).volume_condition;
-    let message = condition.unwrap().message;
-    assert!(message.contains("backing file is missing"), "{message}");
+    let stats = driver.ok(stats(&volume.handle, path(&volume.target)));
+    let condition = stats.volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("delete the pod"), "{condition:?}");
     unpublish(&driver, &volume);
     assert!(!is_attached(&device));
     assert_eq!(in_pool(&mut driver), 0);
@@ -299,10 +262,7 @@ fn a_missing_pods_directory_removes_no_volume() {
 
 #[test]
 fn pool_check_reports_problems_of_inline_volumes() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Reflink);
+    let Some(mut driver) = driver_with(PoolKind::Reflink, &[]) else { return };
     let volumes = ["missing", "truncated", "whole"].map(|pod| published(&driver, pod));
     driver.kill();
     volumes.iter().for_each(reboot);
@@ -339,45 +299,4 @@ fn pool_check_reports_problems_of_inline_volumes() {
     driver.ok(volumes[2].publishing(&SMALL));
     volumes.iter().for_each(|volume| unpublish(&driver, volume));
     assert_eq!(in_pool(&mut driver), 0);
-}
-
-#[test]
-fn the_catalog_contains_no_content_or_secrets() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Copy);
-    let volume = pod_volume(&driver, "uid", "v");
-    let content = [("content/config", "hunter-in-content")];
-    let publishing = volume.publishing_content(&content, &[("password", "hunter-in-secret")]);
-    // Written or not, the requested content must not be found.
-    for _ in 0..2 {
-        drop(driver.call(publishing.clone()));
-    }
-    driver.kill();
-    let catalog = fs::read(driver.data_dir().join("catalog.redb")).unwrap();
-    let holds = |words: &[u8]| catalog.windows(words.len()).any(|window| window == words);
-    assert!(holds(volume.handle.as_bytes()) && holds(b"in_memory"));
-    assert!(!holds(b"hunter-in-"), "what is in files is in no row");
-    driver.start_again();
-    unpublish(&driver, &volume);
-}
-
-#[test]
-fn a_new_inline_volume_has_the_mode_of_an_empty_dir() {
-    with_driver(|driver| {
-        for fs_type in ["ext4", "xfs", "btrfs"] {
-            let volume = pod_volume(driver, "uid", fs_type);
-            let publishing = volume.publishing(&[("size", "300Mi")]);
-            driver.ok(csi::NodePublishVolumeRequest {
-                volume_capability: Some(mounted(fs_type)),
-                ..publishing
-            });
-            assert_eq!(mounts_at(&volume.target)[0].fs_type, fs_type);
-            assert_eq!(fs::read_dir(&volume.target).unwrap().count(), 0, "{fs_type}");
-            let mode = fs::metadata(&volume.target).unwrap().permissions().mode();
-            assert_eq!(mode & 0o7777, 0o777, "{fs_type}");
-            unpublish(driver, &volume);
-        }
-    });
 }

@@ -3,7 +3,7 @@
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
-use support::{BLOCK, MIB, have_root, path, pattern, write_direct};
+use support::{BLOCK, MIB, path, pattern, write_direct};
 use tonic::Code;
 
 use csi::volume_capability::access_mode::Mode;
@@ -18,113 +18,72 @@ fn secrets() -> std::collections::HashMap<String, String> {
 /// Every RPC with secrets or possibly secret values, once valid (with an error in another field)
 /// and once invalid.
 fn calls_with_secrets(driver: &Driver, volume: &str, snapshot: &str, group: &str) {
-    let (secret, kubernetes) = (secrets(), map(&[("csi.storage.k8s.io/pvc/name", SECRET)]));
+    macro_rules! send {
+        ($request:expr, $($field:ident: $value:expr),*) => {{
+            let mut request = $request;
+            $(request.$field.clone_from($value);)*
+            let _ = driver.call(request);
+        }};
+    }
+    let secret = &secrets();
+    let kubernetes = map(&[("csi.storage.k8s.io/pvc/name", SECRET)]);
     let bad = map(&[("changeTracking", SECRET), ("csi.storage.k8s.io/pvc/name", SECRET)]);
     let unknown = map(&[("colour", SECRET)]);
+    let flagged = with_flags("", Mode::SingleNodeWriter, &[SECRET]);
+    let (all, one) = (&vec![flagged.clone()], &Some(flagged));
     for values in [&kubernetes, &bad, &unknown] {
         for name in ["secretive", ""] {
-            let _ = driver.call(csi::CreateVolumeRequest {
-                secrets: secret.clone(),
-                parameters: values.clone(),
-                mutable_parameters: values.clone(),
-                ..create(name, MIB, block())
-            });
-            let _ = driver.call(csi::CreateSnapshotRequest {
-                secrets: secret.clone(),
-                parameters: values.clone(),
-                ..create_snapshot(name, volume)
-            });
-            let _ = driver.call(csi::CreateVolumeGroupSnapshotRequest {
-                secrets: secret.clone(),
-                parameters: values.clone(),
-                ..create_group_snapshot(name, &[volume])
-            });
+            let new = create(name, MIB, block());
+            send!(new, secrets: secret, parameters: values, mutable_parameters: values);
+            send!(create_snapshot(name, volume), secrets: secret, parameters: values);
+            send!(create_group_snapshot(name, &[volume]), secrets: secret, parameters: values);
         }
-        for id in [volume, "vol-none-0123456789abcdef", ""] {
-            let _ = driver.call(csi::ControllerModifyVolumeRequest {
-                volume_id: id.to_owned(),
-                secrets: secret.clone(),
-                mutable_parameters: values.clone(),
-            });
-            let _ = driver.call(csi::ValidateVolumeCapabilitiesRequest {
-                volume_id: id.to_owned(),
-                secrets: secret.clone(),
+        for id in [volume, NO_VOLUME, ""].map(str::to_owned) {
+            send!(modify(&id, &[]), secrets: secret, mutable_parameters: values);
+            let validate = csi::ValidateVolumeCapabilitiesRequest {
+                volume_id: id,
                 parameters: values.clone(),
                 mutable_parameters: values.clone(),
                 volume_context: values.clone(),
-                volume_capabilities: vec![with_flags("", Mode::SingleNodeWriter, &[SECRET])],
-            });
+                ..Default::default()
+            };
+            send!(validate, secrets: secret, volume_capabilities: all);
         }
-        let _ = driver.call(csi::GetCapacityRequest {
-            parameters: values.clone(),
-            volume_capabilities: vec![with_flags("", Mode::SingleNodeWriter, &[SECRET])],
-            ..Default::default()
-        });
+        let capacity = csi::GetCapacityRequest::default();
+        send!(capacity, parameters: values, volume_capabilities: all);
     }
-    for id in [volume, "vol-none-0123456789abcdef", ""] {
-        let _ = driver.call(csi::ControllerExpandVolumeRequest {
-            secrets: secret.clone(),
-            volume_capability: Some(with_flags("", Mode::SingleNodeWriter, &[SECRET])),
-            ..expand(id, 2 * MIB)
-        });
-        let _ = driver.call(csi::NodeExpandVolumeRequest {
-            secrets: secret.clone(),
-            volume_capability: Some(with_flags("", Mode::SingleNodeWriter, &[SECRET])),
-            ..expand_on_node(id, &driver.staging(volume))
-        });
+    for id in [volume, NO_VOLUME, ""] {
+        send!(expand(id, 2 * MIB), secrets: secret, volume_capability: one);
+        let expand = expand_on_node(id, &driver.staging(volume));
+        send!(expand, secrets: secret, volume_capability: one);
     }
-    for id in [snapshot, "snap-none-0123456789abcdef", ""] {
-        let _ = driver
-            .call(csi::GetSnapshotRequest { snapshot_id: id.to_owned(), secrets: secret.clone() });
-        let _ = driver.call(csi::ListSnapshotsRequest {
-            snapshot_id: id.to_owned(),
-            secrets: secret.clone(),
-            ..Default::default()
-        });
-        let _ = driver
-            .call(csi::GetMetadataAllocatedRequest { secrets: secret.clone(), ..allocated(id) });
-        let _ = driver
-            .call(csi::GetMetadataDeltaRequest { secrets: secret.clone(), ..delta(id, snapshot) });
+    for id in [snapshot, NO_SNAPSHOT, ""].map(str::to_owned) {
+        send!(csi::GetSnapshotRequest::default(), snapshot_id: &id, secrets: secret);
+        send!(csi::ListSnapshotsRequest::default(), snapshot_id: &id, secrets: secret);
+        send!(allocated(&id), secrets: secret);
+        send!(delta(&id, snapshot), secrets: secret);
     }
-    for id in [group, "group-none-0123456789abcdef", ""] {
-        let _ = driver.call(csi::GetVolumeGroupSnapshotRequest {
-            group_snapshot_id: id.to_owned(),
-            secrets: secret.clone(),
-            ..Default::default()
-        });
+    for id in [group, "group-none-0123456789abcdef", ""].map(str::to_owned) {
+        let get = csi::GetVolumeGroupSnapshotRequest::default();
+        send!(get, group_snapshot_id: &id, secrets: secret);
     }
-    for id in ["vol-none-0123456789abcdef", ""] {
-        let _ =
-            driver.call(csi::DeleteVolumeRequest { secrets: secret.clone(), ..delete_volume(id) });
-        let _ = driver
-            .call(csi::DeleteSnapshotRequest { secrets: secret.clone(), ..delete_snapshot(id) });
-        let _ = driver.call(csi::DeleteVolumeGroupSnapshotRequest {
-            group_snapshot_id: id.to_owned(),
-            secrets: secret.clone(),
-            ..Default::default()
-        });
-        let _ = driver.call(csi::ControllerPublishVolumeRequest {
-            volume_id: id.to_owned(),
-            secrets: secret.clone(),
-            volume_context: unknown.clone(),
-            ..Default::default()
-        });
-        let _ = driver.call(csi::ControllerUnpublishVolumeRequest {
-            volume_id: id.to_owned(),
-            secrets: secret.clone(),
-            ..Default::default()
-        });
+    for id in [NO_VOLUME, ""].map(str::to_owned) {
+        send!(delete_volume(&id), secrets: secret);
+        send!(delete_snapshot(&id), secrets: secret);
+        let delete = csi::DeleteVolumeGroupSnapshotRequest::default();
+        send!(delete, group_snapshot_id: &id, secrets: secret);
+        let publish = csi::ControllerPublishVolumeRequest::default();
+        send!(publish, volume_id: &id, secrets: secret, volume_context: &unknown);
+        let unpublish = csi::ControllerUnpublishVolumeRequest::default();
+        send!(unpublish, volume_id: &id, secrets: secret);
     }
 }
 
 #[test]
 fn secrets_mount_flags_and_parameters_are_never_logged() {
-    if !have_root() {
-        return;
-    }
     for format in ["text", "json"] {
         let flags = ["--log-level", "trace", "--log-format", format];
-        let driver = Driver::with(PoolKind::Copy, &flags);
+        let Some(driver) = driver_with(PoolKind::Copy, &flags) else { return };
         let raw = driver.volume("raw", MIB, block());
         let snapshot = driver.snapshot("s", &raw);
         let group = driver.ok(create_group_snapshot("g", &[&raw])).group_snapshot.unwrap();
@@ -167,10 +126,12 @@ fn secrets_mount_flags_and_parameters_are_never_logged() {
 fn an_error_never_repeats_a_value_that_may_be_secret() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
-        let wanted = with_flags("", Mode::SingleNodeWriter, &[SECRET]);
-        let status = driver.call(driver.staging_of(&volume, &wanted)).unwrap_err();
-        assert!(!format!("{status:?}").contains(SECRET), "{status:?}");
-        assert!(status.message().contains("mount_flags"), "{status:?}");
+        for flags in [&[SECRET][..], &[SECRET, "\0"]] {
+            let wanted = with_flags("", Mode::SingleNodeWriter, flags);
+            let status = driver.call(driver.staging_of(&volume, &wanted)).unwrap_err();
+            assert!(!format!("{status:?}").contains(SECRET), "{status:?}");
+            assert!(status.message().contains("mount_flags"), "{status:?}");
+        }
         for key in ["colour", "changeTracking"] {
             let status = driver.call(modify(&volume, &[(key, SECRET)])).unwrap_err();
             assert!(!format!("{status:?}").contains(SECRET), "{status:?}");
@@ -181,10 +142,7 @@ fn an_error_never_repeats_a_value_that_may_be_secret() {
 
 #[test]
 fn each_call_is_one_json_line_with_ids_duration_and_code() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::with(PoolKind::Copy, &["--log-format", "json"]);
+    let Some(driver) = driver_with(PoolKind::Copy, &["--log-format", "json"]) else { return };
     let volume = driver.volume("v", MIB, block());
     driver.with_device(&volume, |device| write_direct(device, 0, &pattern(1, BLOCK as usize)));
     let a = driver.snapshot("a", &volume);

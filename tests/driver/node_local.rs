@@ -6,7 +6,7 @@ use support::driver::*;
 use support::{MIB, path};
 use tonic::Code;
 
-use csi::controller_service_capability::{Type as Capability, rpc};
+use csi::controller_service_capability::rpc;
 use csi::plugin_capability::{Type as PluginCapability, service};
 
 fn node_local() -> Driver {
@@ -16,13 +16,8 @@ fn node_local() -> Driver {
 #[test]
 fn a_node_local_driver_advertises_what_its_controllers_can_do() {
     let capabilities = |driver: &Driver| {
-        let all = driver.ok(csi::ControllerGetCapabilitiesRequest {}).capabilities;
-        let has = |wanted: rpc::Type| {
-            all.iter().any(|one| match &one.r#type {
-                Some(Capability::Rpc(found)) => found.r#type() == wanted,
-                None => false,
-            })
-        };
+        let all = controller_capabilities(driver);
+        let has = |wanted: rpc::Type| all.contains(&wanted.into());
         let controller = [rpc::Type::ExpandVolume, rpc::Type::ModifyVolume].map(has);
         let all = driver.ok(csi::GetPluginCapabilitiesRequest {}).capabilities;
         let has_groups = all.iter().any(|one| match &one.r#type {

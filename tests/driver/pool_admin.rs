@@ -4,7 +4,7 @@ use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::admin::v1 as admin;
 use serde_json::Value;
 use support::driver::*;
-use support::{GIB, MIB, have_root, pattern, read_all, write_direct};
+use support::{GIB, MIB, pattern, read_all, write_direct};
 use tonic::Code;
 
 fn grow(size_bytes: u64) -> admin::GrowPoolRequest {
@@ -17,10 +17,7 @@ fn number(value: &Value, name: &str) -> u64 {
 
 #[test]
 fn the_pool_commands_work_with_attached_volumes() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::with(PoolKind::Image, &["--pool-size", "400Mi"]);
+    let Some(mut driver) = driver_with(PoolKind::Image, &["--pool-size", "400Mi"]) else { return };
     let volume = driver.volume("v", MIB, block());
     let device = driver.publish(&volume, &block());
     write_direct(&device, 0, &pattern(1, MIB as usize));
@@ -72,10 +69,7 @@ fn the_pool_commands_work_with_attached_volumes() {
 
 #[test]
 fn growing_a_pool_without_an_image_names_the_filesystem() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let pool = driver.ok(admin::GetPoolRequest {});
     assert_eq!((pool.kind.as_str(), &pool.image), ("copy", &None));
     driver.refused(grow(GIB), Code::FailedPrecondition, "grow that");

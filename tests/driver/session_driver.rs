@@ -8,7 +8,7 @@ use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotsession as session;
 use support::driver::*;
 use support::requests::{Rpc, session_allocated, session_delta};
-use support::{BLOCK, MIB, have_root, pattern, write_direct};
+use support::{BLOCK, MIB, pattern, write_direct};
 use tonic::Code;
 
 use csi::BlockMetadataType::{FixedLength, VariableLength};
@@ -146,12 +146,9 @@ fn each_session_error_has_its_code_and_field() {
 #[test]
 fn the_driver_logs_only_a_fingerprint_of_a_session_token() {
     const TOKEN: &str = "mfrggzdfmztwq2lknnwg23tpobyxe43uov3ho6dzpiqdcmrtgq2q";
-    if !have_root() {
-        return;
-    }
     for format in ["text", "json"] {
         let flags = ["--log-level", "trace", "--log-format", format];
-        let driver = Driver::with(PoolKind::Copy, &flags);
+        let Some(driver) = driver_with(PoolKind::Copy, &flags) else { return };
         let volume = driver.volume("v", MIB, block());
         let first = driver.snapshot("first", &volume);
         // This project's sidecar sends a fingerprint; another sidecar may send anything.
@@ -178,13 +175,10 @@ fn the_driver_logs_only_a_fingerprint_of_a_session_token() {
 
 #[test]
 fn faults_apply_to_session_streams() {
-    if !have_root() {
-        return;
-    }
     let rules = ["stream-abort,after=1,code=ABORTED,times=1,method=GetAllocated", "tracking-lost"];
     let mut flags = vec!["--enable-faults"];
     flags.extend(rules.iter().flat_map(|rule| ["--fault", rule]));
-    let driver = Driver::with(PoolKind::Image, &flags);
+    let Some(driver) = driver_with(PoolKind::Image, &flags) else { return };
     let (_, first, second) = sample(&driver);
     assert!(!driver.ok(allocated(&first)).extents().is_empty(), "the rule is for another method");
     driver.refused(session_allocated(&first), Code::Aborted, "the stream was aborted");

@@ -7,7 +7,7 @@ use support::driver::*;
 use support::{BLOCK, MIB, have_root, pattern, write_direct};
 use tonic::Code;
 
-use csi::controller_service_capability::{Type, rpc};
+use csi::controller_service_capability::rpc;
 
 const ON: &str = "--enable-snapshot-deltas";
 const FIXED: [&str; 5] = [ON, "--block-metadata-type", "fixed", "--block-size", "64Ki"];
@@ -171,17 +171,7 @@ fn an_invalid_page_token_is_refused() {
         let lists = csi::ListSnapshotsRequest { max_entries: 1, ..Default::default() };
         refused(&first, &second, &driver.ok(lists).next_token);
         refused(&first, &second, &second);
-        for at in 0..token.len() {
-            let other = if token.as_bytes()[at] == b'A' { "B" } else { "A" };
-            refused(&first, &second, &format!("{}{other}{}", &token[..at], &token[at + 1..]));
-            if at > 0 {
-                refused(&first, &second, &token[..at]);
-            }
-        }
-        let more = format!("{token}A");
-        let long = "A".repeat(1 << 20);
-        let (odd, wide) = ("+".repeat(token.len()), "é".repeat(token.len() / 2));
-        for token in [" ", "\0", &more, &long, &odd, &wide] {
+        for token in [" ", "\0", &format!("{token}A"), &"A".repeat(1 << 20)] {
             refused(&first, &second, token);
         }
         assert!(driver.ok(page(&first, &second, 0, &token)).next_token.is_empty());
@@ -259,20 +249,11 @@ fn each_error_has_its_code_and_names_the_field() {
     });
 }
 
-fn advertised(driver: &Driver) -> Vec<i32> {
-    let answer = driver.ok(csi::ControllerGetCapabilitiesRequest {});
-    let of = |one: csi::ControllerServiceCapability| match one.r#type {
-        Some(Type::Rpc(rpc)) => rpc.r#type,
-        None => panic!("a capability of no type"),
-    };
-    answer.capabilities.into_iter().map(of).collect()
-}
-
 #[test]
 fn snapshot_deltas_require_the_flag() {
     with_driver(|driver| {
         let (_, first, second) = sample(driver);
-        let of_csi = advertised(driver);
+        let of_csi = controller_capabilities(driver);
         let is_of_csi = |number: &i32| *number < 1000;
         assert!(of_csi.iter().all(is_of_csi), "{of_csi:?}");
         for req in [deltas(&first, &second), deltas("", ""), page("", &second, -1, "x")] {
@@ -280,21 +261,18 @@ fn snapshot_deltas_require_the_flag() {
         }
         driver.restart_with(&VARIABLE);
         let capability = rpc::Type::ListBlockSnapshotDeltas.into();
-        assert_eq!(advertised(driver), [of_csi, vec![capability]].concat());
+        assert_eq!(controller_capabilities(driver), [of_csi, vec![capability]].concat());
         assert!(!driver.ok(deltas(&first, &second)).changed_blocks.is_empty());
     });
 }
 
 #[test]
 fn faults_apply_to_pages_and_the_log_has_no_secret() {
-    if !have_root() {
-        return;
-    }
     let only = "method=ListSnapshotDeltas,times=1";
     let rules = [format!("stream-abort,after=2,{only}"), format!("tracking-lost,{only}")];
     let mut flags = vec![ON, "--log-level", "trace", "--enable-faults"];
     flags.extend(rules.iter().flat_map(|rule| ["--fault", rule.as_str()]));
-    let driver = Driver::with(PoolKind::Image, &flags);
+    let Some(driver) = driver_with(PoolKind::Image, &flags) else { return };
     let (_, first, second) = sample(&driver);
     assert!(!driver.ok(delta(&first, &second)).extents().is_empty(), "the rules are for another");
     driver.refused(deltas("", &second), Code::Unavailable, "the stream was aborted");

@@ -3,9 +3,10 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use csi_loopback::backend::{PoolKind, Snapshot, Volume, check};
+use csi_loopback::backend::{PoolKind, Snapshot, Source, Volume, VolumeRequest};
+use support::kernel::wait_for;
 use support::*;
 
 /// Every second block is written, so that each is an extent.
@@ -88,11 +89,9 @@ fn clone_of(pool: &Pool, snapshot: &Snapshot) -> PathBuf {
 /// Waits until the clone made ahead from a snapshot is complete.
 fn wait_for_clone(pool: &Pool, snapshot: &Snapshot) -> File {
     let expected = fs::read(data(pool, snapshot)).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while fs::read(clone_of(pool, snapshot)).ok().as_ref() != Some(&expected) {
-        assert!(Instant::now() < deadline, "no clone was made from {}", snapshot.id);
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_for("a clone is made", || {
+        fs::read(clone_of(pool, snapshot)).is_ok_and(|found| found == expected)
+    });
     File::options().write(true).open(clone_of(pool, snapshot)).unwrap()
 }
 
@@ -101,18 +100,12 @@ fn clones(pool: &Pool) -> usize {
     entries.filter(|entry| entry.as_ref().unwrap().path().extension().is_some()).count()
 }
 
-fn assert_sound(pool: &mut Pool) {
-    pool.stop();
-    assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
-    pool.start();
-}
-
 #[test]
 fn a_clone_made_ahead_becomes_the_next_snapshot() {
     with_pool(PoolKind::Reflink, |pool| {
         let mut volume = Fragmented::new(pool);
         let clone = wait_for_clone(pool, &volume.first);
-        assert_sound(pool);
+        pool.restart_sound();
         let changed = volume.change(1);
         let first = volume.first.clone();
         let second = volume.check_next(pool, &first, "second", &changed);
@@ -122,7 +115,7 @@ fn a_clone_made_ahead_becomes_the_next_snapshot() {
         assert!(File::options().write(true).open(data(pool, &second)).is_err(), "not immutable");
         wait_for_clone(pool, &second);
         assert_eq!(clones(pool), 1);
-        assert_sound(pool);
+        pool.restart_sound();
     });
 }
 
@@ -139,7 +132,7 @@ fn snapshots_in_a_row_are_exact() {
                 pool.restart();
             }
         }
-        assert_sound(pool);
+        pool.restart_sound();
     });
 }
 
@@ -172,7 +165,7 @@ fn a_clone_made_ahead_may_have_any_content() {
             }
             drop(clone);
             pool.start();
-            assert_sound(pool);
+            pool.restart_sound();
             let changed = volume.change(round);
             base = volume.check_next(pool, &base, &format!("s-{round}"), &changed);
         }
@@ -218,7 +211,7 @@ fn a_clone_made_ahead_ends_with_its_baseline() {
         for snapshot in [untracked, kept, last] {
             pool.backend().delete_snapshot(&snapshot.id).unwrap();
         }
-        assert_sound(pool);
+        pool.restart_sound();
         assert_eq!(fs::read_dir(pool.data_dir().join("snapshots")).unwrap().count(), 0);
     });
 }
@@ -231,7 +224,7 @@ fn an_unused_clone_ends_with_its_snapshot() {
         wait_for_clone(pool, &volume.first);
         pool.snapshot("second", &volume.volume);
         fs::copy(data(pool, &volume.first), clone_of(pool, &volume.first)).unwrap();
-        assert_sound(pool);
+        pool.restart_sound();
         pool.backend().delete_snapshot(&volume.first.id).unwrap();
         assert!(!clone_of(pool, &volume.first).exists());
     });
@@ -243,9 +236,8 @@ fn a_deleted_volume_leaves_no_clone() {
     with_pool(PoolKind::Reflink, |pool| {
         let volume = Fragmented::with(pool, 64 * MIB, 8000);
         for round in 0..20 {
-            let source = csi_loopback::backend::Source::Snapshot(volume.first.id.clone());
-            let request =
-                csi_loopback::backend::VolumeRequest { source: Some(source), ..request() };
+            let source = Some(Source::Snapshot(volume.first.id.clone()));
+            let request = VolumeRequest { source, ..request() };
             let copy = pool.create(&format!("copy-{round}"), request);
             let snapshot = pool.snapshot(&format!("of-copy-{round}"), &copy);
             std::thread::sleep(Duration::from_millis(round / 2));
@@ -256,7 +248,7 @@ fn a_deleted_volume_leaves_no_clone() {
         std::thread::sleep(Duration::from_millis(100));
         let names: Vec<_> = fs::read_dir(pool.data_dir().join("snapshots")).unwrap().collect();
         assert!(names.len() <= 2, "the first snapshot and its clone: {names:?}");
-        assert_sound(pool);
+        pool.restart_sound();
     });
 }
 
@@ -265,14 +257,10 @@ fn a_nearly_full_pool_gets_no_clone() {
     if !have_root() {
         return;
     }
-    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
-    let small = Xfs::mount(directory.path(), 400 * MIB);
-    let mut pool = Pool::with(PoolKind::Reflink, |config| {
-        config.data_dir = small.path().join("data");
-    });
+    let mut pool = Pool::on_small(PoolKind::Reflink, 400 * MIB, |_| {});
     let mut volume = Fragmented::new(&mut pool);
     wait_for_clone(&pool, &volume.first);
-    let filler = small.path().join("filler");
+    let filler = pool.data_dir().with_file_name("filler");
     let free = pool.backend().pool_room().unwrap().available;
     run("fallocate", &["-l", &(free - 10 * MIB).to_string(), path(&filler)]);
     let changed = volume.change(1);
@@ -285,7 +273,6 @@ fn a_nearly_full_pool_gets_no_clone() {
     let changed = volume.change(2);
     let third = volume.check_next(&mut pool, &second, "third", &changed);
     wait_for_clone(&pool, &third);
-    drop(pool);
 }
 
 #[test]

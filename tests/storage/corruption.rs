@@ -14,7 +14,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use csi_loopback::backend::check::{self, Report};
-use csi_loopback::backend::{Backend, Config, Error, PoolChoice, PoolKind, pool};
+use csi_loopback::backend::{
+    Backend, BlockMap, Config, Error, PoolChoice, PoolKind, SnapshotFilter, Style, pool,
+};
+use support::random::Random;
 use support::*;
 
 /// Timeout for checking a damaged pool on a busy machine.
@@ -110,7 +113,7 @@ struct Answers {
 impl Answers {
     /// Queries every object of the pool.
     fn of(backend: &Backend) -> Self {
-        let snapshots = backend.snapshots(&Default::default(), None, 0).unwrap().items;
+        let snapshots = backend.snapshots(&SnapshotFilter::default(), None, 0).unwrap().items;
         let ids: Vec<String> = snapshots.into_iter().map(|row| row.id).collect();
         Self::about(backend, &ids)
     }
@@ -143,8 +146,8 @@ impl Answers {
     }
 }
 
-fn answer(map: Result<csi_loopback::backend::BlockMap, Error>) -> Result<Vec<u64>, String> {
-    let extents = map.and_then(|map| map.extents(csi_loopback::backend::Style::Variable, 0));
+fn answer(map: Result<BlockMap, Error>) -> Result<Vec<u64>, String> {
+    let extents = map.and_then(|map| map.extents(Style::Variable, 0));
     let extents = extents.map_err(|error| error.to_string())?;
     let mut found = Vec::new();
     for extent in extents {
@@ -159,7 +162,7 @@ fn lists(backend: &Backend) -> Result<Vec<String>, Error> {
     for volume in &volumes {
         backend.volume_condition(&volume.id)?;
     }
-    let snapshots = backend.snapshots(&Default::default(), None, 0)?.items;
+    let snapshots = backend.snapshots(&SnapshotFilter::default(), None, 0)?.items;
     let groups = snapshots.iter().filter_map(|row| row.group_id.as_deref());
     let groups = groups.map(|id| backend.group(id, &[])).collect::<Result<Vec<_>, _>>()?;
     let mut rows: Vec<String> = volumes.iter().map(|row| format!("{row:?}")).collect();
@@ -168,26 +171,16 @@ fn lists(backend: &Backend) -> Result<Vec<String>, Error> {
     Ok(rows)
 }
 
-/// The kinds of damage.
+/// The kinds of damage. `Replace` gives the first file the content of the second, `Older` a file
+/// its earlier content.
 #[derive(Debug, Clone)]
 enum Damage {
-    Flip {
-        file: PathBuf,
-        bit: u64,
-    },
-    ZeroSector {
-        file: PathBuf,
-        at: u64,
-    },
-    Truncate {
-        file: PathBuf,
-        to: u64,
-    },
+    Flip { file: PathBuf, bit: u64 },
+    ZeroSector { file: PathBuf, at: u64 },
+    Truncate { file: PathBuf, to: u64 },
     Swap(PathBuf, PathBuf),
-    /// The first file gets the content of the second.
     Replace(PathBuf, PathBuf),
     Remove(PathBuf),
-    /// The file gets its earlier content.
     Older(PathBuf),
     Directory(PathBuf),
 }
@@ -212,7 +205,7 @@ impl Damage {
             let entries = fs::read_dir(pool.join(directory)).unwrap();
             let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
             names.sort();
-            Path::new(directory).join(&names[random.below(names.len() as u64) as usize])
+            Path::new(directory).join(random.pick(&names).unwrap())
         };
         // In an image pool, the other files are in the image.
         let image = pool.join("pool.img").exists();
@@ -283,18 +276,6 @@ impl Damage {
     }
 }
 
-/// xorshift64*
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % end
-    }
-}
-
 #[derive(Debug, Default)]
 struct Tally {
     found: u64,
@@ -334,19 +315,15 @@ fn look(template: &Template, damaged: &Path, tally: &mut Tally) {
     }
 }
 
-fn number(variable: &str, default: u64) -> u64 {
-    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-}
-
 fn damaged_pools(kind: PoolKind, share: u64) {
     if !have_root() {
         return;
     }
     let template = Template::of(kind);
-    let mut random = Random(number("ORACLE_SEED", 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut random = Random::new(setting("ORACLE_SEED").unwrap_or(1));
     let mut tally = Tally::default();
     let begun = Instant::now();
-    for case in 0..number("CORRUPTION_CASES", 90) / share {
+    for case in 0..setting("CORRUPTION_CASES").unwrap_or(90) / share {
         let damaged = template.config.data_dir.with_file_name(format!("case-{case}"));
         copy(&template.config.data_dir, &damaged);
         let damage = Damage::random(&mut random, &damaged);

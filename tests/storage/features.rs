@@ -6,11 +6,9 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
-use csi_loopback::backend::{Backend, Config, Error, PoolChoice, PoolKind};
+use csi_loopback::backend::{Error, PoolChoice, PoolKind};
 use support::driver::*;
-use support::full::Small;
-use support::{MIB, Pool, have_root};
-use tempfile::TempDir;
+use support::{MIB, Pool, directory, have_root};
 
 /// A mke2fs.conf with features and sizes that no volume may have.
 const HOSTILE: &str = "[defaults]
@@ -95,7 +93,7 @@ fn filesystems_have_only_the_features_of_the_oldest_kernel() {
     if !have_root() {
         return;
     }
-    let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+    let directory = directory();
     let hostile = directory.path().join("mke2fs.conf");
     fs::write(&hostile, HOSTILE).unwrap();
     let variable = format!("MKE2FS_CONFIG={}", hostile.display());
@@ -135,7 +133,7 @@ fn a_tool_that_knows_no_new_feature_makes_volumes() {
     if !have_root() {
         return;
     }
-    let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+    let directory = directory();
     let real = std::env::var("PATH").unwrap();
     for (name, script) in [("mkfs.xfs", OLD_XFS), ("mkfs.btrfs", OLD_BTRFS)] {
         let tool = directory.path().join(name);
@@ -155,28 +153,21 @@ fn auto_never_becomes_a_copy_pool() {
     if !have_root() {
         return;
     }
-    let directory = TempDir::with_prefix("csi-loopback-").unwrap();
     // Too small for an image.
-    let small = Small::mount(directory.path(), 200 * MIB);
-    let data_dir = directory.path().join("small/data");
-    let spare = Pool::new(PoolKind::Copy);
-    let config = |pool| Config {
-        data_dir: data_dir.clone(),
-        pool,
-        pool_size: None,
-        pool_sparse: false,
-        ..spare.config().clone()
-    };
-    let refused = Backend::open(config(PoolChoice::Auto)).map(drop);
+    let mut pool = Pool::on_small(PoolKind::Copy, 200 * MIB, |config| {
+        (config.pool_size, config.pool_sparse) = (None, false);
+    });
+    pool.stop();
+    // The kind of an existing pool.
+    pool.configure(|config| config.pool = PoolChoice::Auto);
+    pool.start();
+    assert_eq!(pool.kind(), PoolKind::Copy);
+    pool.stop();
+    fs::remove_dir_all(pool.data_dir()).unwrap();
+    let refused = pool.try_start();
     let Err(Error::Precondition(message)) = refused else { panic!("{refused:?}") };
     for words in ["reflink: ", "image: ", "--pool copy"] {
         assert!(message.contains(words), "{message}");
     }
-    assert!(!data_dir.join("pool.json").exists());
-    drop(Backend::open(config(PoolChoice::Kind(PoolKind::Copy))).unwrap());
-    // The kind of an existing pool.
-    let opened = Backend::open(config(PoolChoice::Auto)).unwrap();
-    assert_eq!(opened.pool_kind(), PoolKind::Copy);
-    drop(opened);
-    drop(small);
+    assert!(!pool.data_dir().join("pool.json").exists());
 }

@@ -1,14 +1,13 @@
 //! The filesystem of a sparse pool image is full, and the driver is stopped or killed and
 //! restarted. In any order, acknowledged snapshots remain, and lists and deletions work.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
 
 use csi_loopback::backend::PoolKind;
 use support::driver::*;
-use support::full::Small;
-use support::{MIB, have_root, pattern};
+use support::full::HostFiller;
+use support::{ImageFs, MIB, directory, have_root, pattern};
 use tempfile::TempDir;
 
 /// How a driver ends.
@@ -30,24 +29,25 @@ impl End {
 /// A driver with a sparse image pool on a small ext4, with a mounted volume and two acknowledged
 /// snapshots.
 struct Rig {
-    // Dropped in this order.
+    // Dropped in this order: the cleanup of a failed test needs space.
+    filler: Option<HostFiller>,
     driver: Driver,
-    _small: Small,
-    directory: TempDir,
+    below: ImageFs,
+    _directory: TempDir,
     volume: String,
     snapshots: Vec<String>,
 }
 
 impl Rig {
     fn new() -> Self {
-        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        let small = Small::mount(directory.path(), 700 * MIB);
-        let place = directory.path().join("small");
-        let driver =
-            Driver::in_place(PoolKind::Image, &place, &["--pool-size", "2Gi", "--pool-sparse"]);
+        let directory = directory();
+        let below = ImageFs::ext4(directory.path(), 700 * MIB);
+        let flags = ["--pool-size", "2Gi", "--pool-sparse"];
+        let driver = Driver::in_place(PoolKind::Image, below.path(), &flags);
         let volume = driver.volume("v", 256 * MIB, mounted("ext4"));
         driver.publish(&volume, &mounted("ext4"));
-        let mut rig = Self { driver, _small: small, directory, volume, snapshots: Vec::new() };
+        let (filler, snapshots) = (None, Vec::new());
+        let mut rig = Self { filler, driver, below, _directory: directory, volume, snapshots };
         for number in 0..2 {
             rig.write(number).unwrap();
             let name = format!("acknowledged-{number}");
@@ -61,26 +61,6 @@ impl Rig {
         let mut file = File::create(self.driver.target(&self.volume).join(number.to_string()))?;
         file.write_all(&pattern(number, MIB as usize))?;
         file.sync_all()
-    }
-
-    fn filler(&self) -> PathBuf {
-        self.directory.path().join("small/filler")
-    }
-
-    fn fill_below(&self) {
-        let file = File::create(self.filler()).unwrap();
-        for (size, mut at) in [(MIB, 0), (4096, 0)] {
-            at = at.max(file.metadata().unwrap().len());
-            let chunk = vec![7; size as usize];
-            while std::os::unix::fs::FileExt::write_all_at(&file, &chunk, at).is_ok() {
-                at += size;
-            }
-        }
-        file.sync_all().unwrap();
-    }
-
-    fn make_room_below(&self) {
-        fs::remove_file(self.filler()).unwrap();
     }
 
     /// Every acknowledged snapshot is listed.
@@ -107,16 +87,9 @@ impl Rig {
     }
 }
 
-impl Drop for Rig {
-    fn drop(&mut self) {
-        // The cleanup of a failed test needs space.
-        let _ = fs::remove_file(self.filler());
-    }
-}
-
 fn a_full_disk_and_restarts(first: End, second: End) {
     let mut rig = Rig::new();
-    rig.fill_below();
+    rig.filler = Some(HostFiller::all_of(rig.below.path()));
     rig.try_for_a_while();
     first.of(&mut rig.driver);
     rig.driver.start_again();
@@ -126,7 +99,7 @@ fn a_full_disk_and_restarts(first: End, second: End) {
     rig.driver.ok(delete_snapshot(&deleted));
     rig.try_for_a_while();
     second.of(&mut rig.driver);
-    rig.make_room_below();
+    rig.filler = None;
     drop_page_cache();
     rig.driver.start_again();
     rig.assert_listed("with room again");

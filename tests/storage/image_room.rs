@@ -5,51 +5,33 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use csi_loopback::backend::{Error, ImageStatus, PoolChoice, PoolKind, check};
+use csi_loopback::backend::{Config, Error, ImageStatus, PoolChoice, PoolKind};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statvfs::statvfs;
 use support::full::*;
 use support::kernel::wait_for;
 use support::*;
-use tempfile::TempDir;
 
-/// A pool in an image on a small filesystem.
-struct OnSmall {
-    pool: Pool,
-    host: PathBuf,
-    // Dropped in this order: the pool, then its filesystem.
-    _small: Small,
-    _directory: TempDir,
+/// A pool in an image on a small ext4. Reports a skip if the machine cannot run it.
+fn on_small(host_bytes: u64, image_bytes: u64, sparse: bool) -> Option<Pool> {
+    let configure = |config: &mut Config| {
+        (config.pool_size, config.pool_sparse) = (Some(image_bytes), sparse);
+    };
+    have_root().then(|| Pool::on_small(PoolKind::Image, host_bytes, configure))
 }
 
-impl OnSmall {
-    fn new(host_bytes: u64, image_bytes: u64, sparse: bool) -> Self {
-        let directory = directory();
-        let small = Small::mount(directory.path(), host_bytes);
-        Self::on(directory, small, image_bytes, sparse)
-    }
-
-    fn on(directory: TempDir, small: Small, image_bytes: u64, sparse: bool) -> Self {
-        let host = directory.path().join("small");
-        let pool = Pool::with(PoolKind::Image, |config| {
-            config.data_dir = host.join("data");
-            config.pool_size = Some(image_bytes);
-            config.pool_sparse = sparse;
-        });
-        Self { pool, host, _small: small, _directory: directory }
-    }
-
-    fn status(&self) -> ImageStatus {
-        image(&self.pool)
-    }
-
-    fn reserve(&self) -> PathBuf {
-        self.host.join("data/pool.reserve")
-    }
+/// An image that should be allocated.
+fn of_400_mib(config: &mut Config) {
+    (config.pool_size, config.pool_sparse) = (Some(400 * MIB), false);
 }
 
-fn directory() -> TempDir {
-    TempDir::with_prefix("csi-loopback-").unwrap()
+/// The filesystem below the pool.
+fn host(pool: &Pool) -> PathBuf {
+    pool.data_dir().parent().unwrap().to_owned()
+}
+
+fn reserve(pool: &Pool) -> PathBuf {
+    pool.data_dir().join("pool.reserve")
 }
 
 fn image(pool: &Pool) -> ImageStatus {
@@ -67,70 +49,63 @@ fn marker(pool: &Pool) -> String {
 
 #[test]
 fn an_allocated_image_works_on_a_full_filesystem() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(600 * MIB, 400 * MIB, false);
-    let volume = on.pool.volume("v", 256 * MIB);
-    let attached = on.pool.attach(&volume.id);
+    let Some(mut pool) = on_small(600 * MIB, 400 * MIB, false) else { return };
+    let volume = pool.volume("v", 256 * MIB);
+    let attached = pool.attach(&volume.id);
     write_direct(&attached.target, 0, &pattern(1, 1 << 20));
-    let a = on.pool.snapshot("a", &volume);
-    let filler = HostFiller::all_of(&on.host);
-    let status = on.status();
+    let a = pool.snapshot("a", &volume);
+    let filler = HostFiller::all_of(&host(&pool));
+    let status = image(&pool);
     assert!(status.allocated && status.available_below < MIB, "{status:?}");
     // Nearly all of the pool, in blocks that were never written.
     for part in 0..200 {
         write_direct(&attached.target, (8 + part) * MIB, &pattern(part, 1 << 20));
     }
-    let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
+    let condition = pool.backend().volume_condition(&volume.id).unwrap();
     assert!(!condition.is_abnormal(), "{condition:?}");
-    let b = on.pool.snapshot("b", &volume);
+    let b = pool.snapshot("b", &volume);
     let changed: Vec<u64> = (8 * MIB / BLOCK..208 * MIB / BLOCK).collect();
-    assert_eq!(blocks(on.pool.backend().delta(&a.id, &b.id).unwrap()), changed);
-    on.pool.restart();
-    assert!(on.status().allocated);
+    assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), changed);
+    pool.restart();
+    assert!(image(&pool).allocated);
     write_direct(&attached.target, 4 * MIB, &pattern(7, 1 << 20));
     assert!(read_all(&attached.target)[(8 * MIB) as usize..][..1 << 20] == pattern(0, 1 << 20));
     // A pod that fills the pool gets ENOSPC from the pool, and can continue after space is freed.
-    let large = on.pool.volume("large", 256 * MIB);
-    let large_at = on.pool.attach(&large.id);
+    let large = pool.volume("large", 256 * MIB);
+    let large_at = pool.attach(&large.id);
     let end = fill(&large_at.target, 0);
     assert!(end < 256 * MIB / BLOCK, "the pool is never full");
-    exhausted(on.pool.backend().create_snapshot("c", &volume.id), "a snapshot");
-    on.pool.restart();
-    on.pool.backend().delete_snapshot(&a.id).unwrap();
-    on.pool.detach(&large_at);
-    on.pool.backend().delete_volume(&large.id).unwrap();
+    exhausted(pool.backend().create_snapshot("c", &volume.id), "a snapshot");
+    pool.restart();
+    pool.backend().delete_snapshot(&a.id).unwrap();
+    pool.detach(&large_at);
+    pool.backend().delete_volume(&large.id).unwrap();
     wait_for("space is available again", || {
-        on.pool.backend().pool_room().unwrap().available > 100 * MIB
+        pool.backend().pool_room().unwrap().available > 100 * MIB
     });
-    on.pool.snapshot("c", &volume);
+    pool.snapshot("c", &volume);
     // The deleted blocks remain allocated in the image.
-    on.pool.detach(&attached);
-    on.pool.backend().delete_volume(&volume.id).unwrap();
-    on.pool.restart();
-    assert!(on.status().allocated && on.status().available_below < MIB);
+    pool.detach(&attached);
+    pool.backend().delete_volume(&volume.id).unwrap();
+    pool.restart();
+    assert!(image(&pool).allocated && image(&pool).available_below < MIB);
     drop(filler);
-    on.pool.stop();
-    assert_eq!(check::check(on.pool.data_dir()).unwrap().findings, []);
+    pool.stop_sound();
 }
 
 #[test]
 fn an_image_larger_than_the_free_space_is_refused() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(700 * MIB, 400 * MIB, false);
-    let data_dir = on.host.join("other");
-    let before = available(&on.host);
+    let Some(mut pool) = on_small(700 * MIB, 400 * MIB, false) else { return };
+    let data_dir = host(&pool).join("other");
+    let before = available(&host(&pool));
     for kind in [PoolChoice::Kind(PoolKind::Image), PoolChoice::Auto] {
-        on.pool.stop();
-        on.pool.configure(|config| {
+        pool.stop();
+        pool.configure(|config| {
             config.data_dir = data_dir.clone();
             config.pool = kind;
             config.pool_size = Some(GIB);
         });
-        let Err(Error::Exhausted(message)) = on.pool.try_start() else { panic!("{kind:?}") };
+        let Err(Error::Exhausted(message)) = pool.try_start() else { panic!("{kind:?}") };
         let has = message.split("has ").nth(1).and_then(|rest| rest.split(';').next());
         let has: u64 = has.unwrap().parse().unwrap();
         assert!(has.abs_diff(before) < MIB && message.contains("1073741824"), "{message}");
@@ -139,7 +114,7 @@ fn an_image_larger_than_the_free_space_is_refused() {
             fs::read_dir(&data_dir).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left, ["lock"]);
     }
-    assert!(before - available(&on.host) < MIB);
+    assert!(before - available(&host(&pool)) < MIB);
 }
 
 #[test]
@@ -147,107 +122,97 @@ fn a_default_image_is_allocated_with_half_of_the_free_space() {
     if !have_root() {
         return;
     }
-    let directory = directory();
-    let _small = Small::mount(directory.path(), 900 * MIB);
-    let host = directory.path().join("small");
-    let room = available(&host);
-    let pool = Pool::with(PoolKind::Image, |config| {
-        config.data_dir = host.join("data");
+    let mut room = 0;
+    let pool = Pool::on_small(PoolKind::Image, 900 * MIB, |config| {
+        room = available(config.data_dir.parent().unwrap());
         (config.pool_size, config.pool_sparse) = (None, false);
     });
     let status = image(&pool);
     assert!(status.allocated && status.size.abs_diff(room / 2) < MIB, "{room}: {status:?}");
     assert!(marker(&pool).contains(r#""allocated":true"#));
-    drop(pool);
 }
 
 #[test]
 fn a_sparse_pool_remains_sparse_unless_its_marker_changes() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(700 * MIB, 400 * MIB, true);
-    assert_eq!(marker(&on.pool), r#"{"version":1,"kind":"image"}"#);
-    let volume = on.pool.volume("v", 64 * MIB);
-    let attached = on.pool.attach(&volume.id);
+    let Some(mut pool) = on_small(700 * MIB, 400 * MIB, true) else { return };
+    assert_eq!(marker(&pool), r#"{"version":1,"kind":"image"}"#);
+    let volume = pool.volume("v", 64 * MIB);
+    let attached = pool.attach(&volume.id);
     write_direct(&attached.target, 0, &pattern(1, 20 << 20));
-    on.pool.detach(&attached);
-    let a = on.pool.snapshot("a", &volume);
-    on.pool.configure(|config| config.pool_sparse = false);
-    on.pool.restart();
-    assert!(!on.status().allocated);
-    let path = on.host.join("data/pool.img");
-    assert!(on.reserve().exists());
+    pool.detach(&attached);
+    let a = pool.snapshot("a", &volume);
+    pool.configure(|config| config.pool_sparse = false);
+    pool.restart();
+    assert!(!image(&pool).allocated);
+    let path = pool.data_dir().join("pool.img");
+    assert!(reserve(&pool).exists());
     let used = || fs::metadata(&path).unwrap().blocks() * 512;
     assert!(used() < 200 * MIB);
     // Not while a volume is attached: its mount of the pool discards blocks.
-    let attached = on.pool.attach(&volume.id);
-    on.pool.stop();
-    let json = on.pool.data_dir().join("pool.json");
+    let attached = pool.attach(&volume.id);
+    pool.stop();
+    let json = pool.data_dir().join("pool.json");
     fs::write(json, r#"{"version":1,"kind":"image","allocated":true}"#).unwrap();
-    on.pool.start();
-    assert!(!on.status().allocated && on.reserve().exists() && used() < 200 * MIB);
-    on.pool.detach(&attached);
-    on.pool.restart();
-    assert!(on.status().allocated && used() >= 400 * MIB);
-    assert!(!on.reserve().exists());
-    let _filler = HostFiller::all_of(&on.host);
-    let attached = on.pool.attach(&volume.id);
+    pool.start();
+    assert!(!image(&pool).allocated && reserve(&pool).exists() && used() < 200 * MIB);
+    pool.detach(&attached);
+    pool.restart();
+    assert!(image(&pool).allocated && used() >= 400 * MIB);
+    assert!(!reserve(&pool).exists());
+    let _filler = HostFiller::all_of(&host(&pool));
+    let attached = pool.attach(&volume.id);
     write_direct(&attached.target, 30 * MIB, &pattern(2, 30 << 20));
     let read = read_all(&attached.target);
     assert!(
         read[..20 << 20] == pattern(1, 20 << 20)
             && read[30 << 20..60 << 20] == pattern(2, 30 << 20)
     );
-    let b = on.pool.snapshot("b", &volume);
+    let b = pool.snapshot("b", &volume);
     let changed: Vec<u64> = (30 * MIB / BLOCK..60 * MIB / BLOCK).collect();
-    assert_eq!(blocks(on.pool.backend().delta(&a.id, &b.id).unwrap()), changed);
-    on.pool.detach(&attached);
+    assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), changed);
+    pool.detach(&attached);
 }
 
 /// As after a sparse copy of the image.
 #[test]
 fn an_allocated_image_with_holes_is_allocated_again() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(700 * MIB, 400 * MIB, false);
-    let volume = on.pool.volume("v", 64 * MIB);
-    on.pool.stop();
-    let path = on.host.join("data/pool.img");
+    let Some(mut pool) = on_small(700 * MIB, 400 * MIB, false) else { return };
+    let volume = pool.volume("v", 64 * MIB);
+    pool.stop();
+    let path = pool.data_dir().join("pool.img");
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let file = File::options().write(true).open(&path).unwrap();
     // This range contains no XFS data: its last allocation group has only a header.
     fallocate(&file, punch, 380 * MIB as i64, 20 * MIB as i64).unwrap();
     drop(file);
-    let filler = HostFiller::all_of(&on.host);
-    on.pool.start();
-    let status = on.status();
+    let filler = HostFiller::all_of(&host(&pool));
+    pool.start();
+    let status = image(&pool);
     assert!(!status.allocated, "{status:?}");
-    assert_eq!(on.pool.backend().pool_room().unwrap().available, status.available_below);
-    let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
+    assert_eq!(pool.backend().pool_room().unwrap().available, status.available_below);
+    let condition = pool.backend().volume_condition(&volume.id).unwrap();
     assert!(
         condition.is_abnormal() && condition.message.contains("not allocated"),
         "{condition:?}"
     );
     drop(filler);
-    on.pool.restart();
-    assert!(on.status().allocated);
-    on.pool.snapshot("a", &volume);
+    pool.restart();
+    assert!(image(&pool).allocated);
+    pool.snapshot("a", &volume);
 }
 
 /// `cp` on a filesystem that shares blocks.
-fn copy_image(on: &OnSmall) -> PathBuf {
-    let copy = on.host.join("copy.img");
-    run("cp", &["--reflink=always", path(&on.host.join("data/pool.img")), path(&copy)]);
+fn copy_image(pool: &Pool) -> PathBuf {
+    let copy = host(pool).join("copy.img");
+    run("cp", &["--reflink=always", path(&pool.data_dir().join("pool.img")), path(&copy)]);
     copy
 }
 
 /// What the driver does every second.
-fn unshare(on: &OnSmall) {
+fn unshare(pool: &Pool) {
     wait_for("the image has its own blocks", || {
-        on.pool.backend().unshare_image().unwrap();
-        on.status().allocated
+        pool.backend().unshare_image().unwrap();
+        image(pool).allocated
     });
 }
 
@@ -257,17 +222,17 @@ fn a_copied_image_gets_its_own_blocks_or_is_reported() {
         return;
     }
     let directory = directory();
-    let small = Small::mount_xfs(directory.path(), 1200 * MIB);
-    let mut on = OnSmall::on(directory, small, 400 * MIB, false);
-    let volume = on.pool.volume("v", 64 * MIB);
-    let mut attached = on.pool.attach(&volume.id);
+    let below = Some(ImageFs::xfs(directory.path(), 1200 * MIB));
+    let mut pool = Pool::on(directory, below, PoolKind::Image, of_400_mib);
+    let volume = pool.volume("v", 64 * MIB);
+    let mut attached = pool.attach(&volume.id);
     // Durable: the device may use the page cache.
     let write = |attached: &Attached, seed| {
         write_direct(&attached.target, 0, &pattern(seed, 60 << 20));
         File::open(&attached.target).unwrap().sync_all().unwrap();
     };
-    let healthy = |on: &OnSmall| {
-        let backend = on.pool.backend();
+    let healthy = |pool: &Pool| {
+        let backend = pool.backend();
         let of_volume = backend.volume_condition(&volume.id).unwrap();
         let of_pool = backend.pool_status().unwrap().condition;
         assert_eq!(of_volume.problem, of_pool.problem);
@@ -275,84 +240,81 @@ fn a_copied_image_gets_its_own_blocks_or_is_reported() {
         !of_pool.is_abnormal()
     };
     write(&attached, 1);
-    assert!(on.status().allocated);
+    assert!(image(&pool).allocated);
     // With room below, the shared blocks are copied.
-    let copy = copy_image(&on);
+    let copy = copy_image(&pool);
     let before = fs::read(&copy).unwrap();
-    assert!(!on.status().allocated && on.status().shared > 50 * MIB, "{:?}", on.status());
-    assert!(healthy(&on));
-    unshare(&on);
-    let mut filler = Some(HostFiller::all_of(&on.host));
+    assert!(!image(&pool).allocated && image(&pool).shared > 50 * MIB, "{:?}", image(&pool));
+    assert!(healthy(&pool));
+    unshare(&pool);
+    let mut filler = Some(HostFiller::all_of(&host(&pool)));
     write(&attached, 2);
     assert!(read_all(&attached.target)[..60 << 20] == pattern(2, 60 << 20));
     assert!(fs::read(&copy).unwrap() == before, "the copy has changed");
     filler.take();
     // Without room they are reported, also after a restart and without a use of the volume.
     fs::remove_file(&copy).unwrap();
-    copy_image(&on);
+    copy_image(&pool);
     // Enough for the log of the pool's XFS, too little for the shared blocks.
-    filler = Some(HostFiller::new(&on.host, 40 * MIB));
+    filler = Some(HostFiller::new(&host(&pool), 40 * MIB));
     for _ in 0..2 {
-        on.pool.backend().unshare_image().unwrap();
-        assert!(!on.status().allocated && on.status().shared > 50 * MIB, "{:?}", on.status());
-        assert!(!healthy(&on));
-        on.pool.detach(&attached);
-        on.pool.restart();
-        attached = on.pool.attach(&volume.id);
+        pool.backend().unshare_image().unwrap();
+        assert!(!image(&pool).allocated && image(&pool).shared > 50 * MIB, "{:?}", image(&pool));
+        assert!(!healthy(&pool));
+        pool.detach(&attached);
+        pool.restart();
+        attached = pool.attach(&volume.id);
     }
     filler.take();
-    unshare(&on);
-    assert!(healthy(&on) && !on.reserve().exists());
-    let _filler = HostFiller::all_of(&on.host);
+    unshare(&pool);
+    assert!(healthy(&pool) && !reserve(&pool).exists());
+    let _filler = HostFiller::all_of(&host(&pool));
     write(&attached, 3);
     assert!(read_all(&attached.target)[..60 << 20] == pattern(3, 60 << 20));
-    on.pool.detach(&attached);
+    pool.detach(&attached);
 }
 
 #[test]
 fn the_reserve_allows_deletions_on_a_full_filesystem() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(900 * MIB, 4 * GIB, true);
-    let path = on.reserve();
+    let Some(mut pool) = on_small(900 * MIB, 4 * GIB, true) else { return };
+    let path = reserve(&pool);
     let reserve = || fs::metadata(&path).map(|found| found.blocks() * 512);
     assert!(reserve().unwrap() >= 64 * MIB);
-    let volume = on.pool.volume("v", 64 * MIB);
+    let volume = pool.volume("v", 64 * MIB);
     let volumes: Vec<String> =
-        (0..20).map(|number| on.pool.volume(&format!("v{number}"), MIB).id).collect();
-    on.pool.backend().relieve_pressure().unwrap();
-    assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
-    let filler = HostFiller::all_of(&on.host);
-    on.pool.backend().relieve_pressure().unwrap();
-    let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
+        (0..20).map(|number| pool.volume(&format!("v{number}"), MIB).id).collect();
+    pool.backend().relieve_pressure().unwrap();
+    assert!(!pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
+    let filler = HostFiller::all_of(&host(&pool));
+    pool.backend().relieve_pressure().unwrap();
+    let condition = pool.backend().volume_condition(&volume.id).unwrap();
     assert!(condition.is_abnormal() && condition.message.contains("I/O errors"), "{condition:?}");
     // The program that fills the disk does not get the reserve. Deletions do, as much as each
     // needs.
     assert!(reserve().unwrap() >= 64 * MIB);
-    assert_eq!(on.status().available_below, 0);
+    assert_eq!(image(&pool).available_below, 0);
     for id in &volumes {
-        on.pool.backend().delete_volume(id).unwrap();
+        pool.backend().delete_volume(id).unwrap();
     }
     let left = reserve().unwrap_or(0);
     println!("report: {} of 64 MiB of the reserve remained", left / MIB);
-    on.pool.backend().relieve_pressure().unwrap();
+    pool.backend().relieve_pressure().unwrap();
     assert_eq!(reserve().unwrap_or(0), left, "the reserve is not used by the filler");
     drop(filler);
-    on.pool.backend().relieve_pressure().unwrap();
+    pool.backend().relieve_pressure().unwrap();
     assert!(reserve().unwrap() >= 64 * MIB);
-    assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
+    assert!(!pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
     // Filled while no driver runs: the start releases a part.
-    on.pool.stop();
-    let filler = HostFiller::all_of(&on.host);
-    assert!(available(&on.host) < MIB);
-    on.pool.start();
+    pool.stop();
+    let filler = HostFiller::all_of(&host(&pool));
+    assert!(available(&host(&pool)) < MIB);
+    pool.start();
     assert!(reserve().unwrap() < 64 * MIB);
-    assert_eq!(on.pool.backend().volumes(None, 0).unwrap().items.len(), 1);
-    on.pool.backend().delete_snapshot(&on.pool.snapshot("b", &volume).id).unwrap();
-    on.pool.backend().delete_volume(&volume.id).unwrap();
+    assert_eq!(pool.backend().volumes(None, 0).unwrap().items.len(), 1);
+    pool.backend().delete_snapshot(&pool.snapshot("b", &volume).id).unwrap();
+    pool.backend().delete_volume(&volume.id).unwrap();
     drop(filler);
-    on.pool.restart();
+    pool.restart();
     assert!(reserve().unwrap() >= 64 * MIB);
 }
 
@@ -362,94 +324,85 @@ fn an_image_on_a_copy_on_write_filesystem_is_sparse() {
         return;
     }
     let directory = directory();
-    let small = Small::mount_btrfs(directory.path(), GIB);
-    let mut on = OnSmall::on(directory, small, 400 * MIB, false);
+    let below = Some(ImageFs::btrfs(directory.path(), GIB));
+    let mut pool = Pool::on(directory, below, PoolKind::Image, of_400_mib);
     for _ in 0..2 {
-        let status = on.status();
+        let status = image(&pool);
         assert!(!status.allocated && status.size == 400 * MIB, "{status:?}");
-        assert_eq!(fs::metadata(on.reserve()).unwrap().len(), 64 * MIB);
-        on.pool.restart();
+        assert_eq!(fs::metadata(reserve(&pool)).unwrap().len(), 64 * MIB);
+        pool.restart();
     }
-    assert!(marker(&on.pool).contains(r#""allocated":true"#));
+    assert!(marker(&pool).contains(r#""allocated":true"#));
 }
 
 #[test]
 fn an_allocated_image_grows_while_volumes_are_attached() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(GIB, 400 * MIB, false);
-    let volume = on.pool.volume("v", 600 * MIB);
-    let attached = on.pool.attach(&volume.id);
+    let Some(mut pool) = on_small(GIB, 400 * MIB, false) else { return };
+    let volume = pool.volume("v", 600 * MIB);
+    let attached = pool.attach(&volume.id);
     write_direct(&attached.target, 0, &pattern(1, 8 << 20));
-    let a = on.pool.snapshot("a", &volume);
-    let room = on.pool.backend().pool_room().unwrap();
+    let a = pool.snapshot("a", &volume);
+    let room = pool.backend().pool_room().unwrap();
     for _ in 0..2 {
-        let status = on.pool.backend().grow_pool(700 * MIB).unwrap();
+        let status = pool.backend().grow_pool(700 * MIB).unwrap();
         assert_eq!(status.image.unwrap().size, 700 * MIB);
         assert!(status.room.total >= room.total + 290 * MIB, "{status:?}");
     }
-    let filler = HostFiller::all_of(&on.host);
+    let filler = HostFiller::all_of(&host(&pool));
     for part in 0..500 {
         write_direct(&attached.target, (8 + part) * MIB, &pattern(part, 1 << 20));
     }
-    let b = on.pool.snapshot("b", &volume);
+    let b = pool.snapshot("b", &volume);
     let changed: Vec<u64> = (8 * MIB / BLOCK..508 * MIB / BLOCK).collect();
-    assert_eq!(blocks(on.pool.backend().delta(&a.id, &b.id).unwrap()), changed);
+    assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), changed);
     drop(filler);
 
-    let before = (available(&on.host), on.status());
-    let refused = on.pool.backend().grow_pool(2 * GIB).unwrap_err();
+    let before = (available(&host(&pool)), image(&pool));
+    let refused = pool.backend().grow_pool(2 * GIB).unwrap_err();
     assert!(matches!(refused, Error::Exhausted(_)), "{refused}");
-    let refused = on.pool.backend().grow_pool(500 * MIB).unwrap_err();
+    let refused = pool.backend().grow_pool(500 * MIB).unwrap_err();
     assert!(matches!(refused, Error::OutOfRange(_)), "{refused}");
-    assert_eq!((available(&on.host), on.status()), before);
+    assert_eq!((available(&host(&pool)), image(&pool)), before);
     // The driver's flags still have the original size of the pool.
-    on.pool.restart();
-    assert_eq!(on.status().size, 700 * MIB);
-    assert!(on.status().allocated);
-    on.pool.detach(&attached);
+    pool.restart();
+    assert_eq!(image(&pool).size, 700 * MIB);
+    assert!(image(&pool).allocated);
+    pool.detach(&attached);
 }
 
 #[test]
 fn a_larger_pool_size_grows_the_pool_a_smaller_is_refused() {
-    if !have_root() {
-        return;
-    }
     for sparse in [false, true] {
-        let mut on = OnSmall::new(GIB, 400 * MIB, sparse);
-        let attached = on.pool.volume("v", 16 * MIB);
-        let attached = on.pool.attach(&attached.id);
-        on.pool.configure(|config| config.pool_size = Some(500 * MIB));
-        on.pool.restart();
-        let total = on.pool.backend().pool_room().unwrap().total;
+        let Some(mut pool) = on_small(GIB, 400 * MIB, sparse) else { return };
+        let attached = pool.volume("v", 16 * MIB);
+        let attached = pool.attach(&attached.id);
+        pool.configure(|config| config.pool_size = Some(500 * MIB));
+        pool.restart();
+        let total = pool.backend().pool_room().unwrap().total;
         assert!((430 * MIB..=500 * MIB).contains(&total), "{total}");
-        assert_eq!((on.status().size, on.status().allocated), (500 * MIB, !sparse));
-        on.pool.configure(|config| config.pool_size = Some(400 * MIB));
-        on.pool.stop();
-        let refused = on.pool.try_start().unwrap_err().to_string();
+        assert_eq!((image(&pool).size, image(&pool).allocated), (500 * MIB, !sparse));
+        pool.configure(|config| config.pool_size = Some(400 * MIB));
+        pool.stop();
+        let refused = pool.try_start().unwrap_err().to_string();
         for words in ["--pool-size", "524288000", "419430400"] {
             assert!(refused.contains(words), "{words}: {refused}");
         }
-        on.pool.configure(|config| config.pool_size = None);
-        on.pool.start();
+        pool.configure(|config| config.pool_size = None);
+        pool.start();
         write_direct(&attached.target, 0, &pattern(1, 1 << 20));
-        on.pool.detach(&attached);
+        pool.detach(&attached);
     }
 }
 
 /// The file is larger than the device, or the device larger than the filesystem.
 #[test]
 fn an_interrupted_growth_is_completed_by_the_next_start() {
-    if !have_root() {
-        return;
-    }
-    let mut on = OnSmall::new(GIB, 400 * MIB, false);
-    let volume = on.pool.volume("v", 16 * MIB);
-    let attached = on.pool.attach(&volume.id);
+    let Some(mut pool) = on_small(GIB, 400 * MIB, false) else { return };
+    let volume = pool.volume("v", 16 * MIB);
+    let attached = pool.attach(&volume.id);
     for (size, step) in [(500 * MIB, "file"), (600 * MIB, "device")] {
-        on.pool.stop();
-        let path = on.host.join("data/pool.img");
+        pool.stop();
+        let path = pool.data_dir().join("pool.img");
         let file = File::options().write(true).open(&path).unwrap();
         fallocate(&file, FallocateFlags::empty(), 0, size as i64).unwrap();
         if step == "device" {
@@ -459,15 +412,15 @@ fn an_interrupted_growth_is_completed_by_the_next_start() {
             let device = devices.split(':').next().unwrap();
             run("losetup", &["-c", device]);
         }
-        on.pool.configure(|config| config.pool_size = None);
-        on.pool.start();
-        let total = on.pool.backend().pool_room().unwrap().total;
+        pool.configure(|config| config.pool_size = None);
+        pool.start();
+        let total = pool.backend().pool_room().unwrap().total;
         assert!(total > size - 70 * MIB, "{step}: {total}");
-        assert!(on.status().allocated);
+        assert!(image(&pool).allocated);
         write_direct(&attached.target, 0, &pattern(size, 1 << 20));
         assert!(read_all(&attached.target)[..1 << 20] == pattern(size, 1 << 20));
     }
-    on.pool.detach(&attached);
+    pool.detach(&attached);
 }
 
 #[test]

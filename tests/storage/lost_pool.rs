@@ -8,7 +8,6 @@ use std::os::unix::fs::symlink;
 use csi_loopback::backend::{
     Backend, CreateVolume, Error, FsType, PoolKind, Source, VolumeRequest, check,
 };
-use support::full::Small;
 use support::kernel::{detach_loop, loops_named, mounts_at, shut_down_pool, wait_for};
 use support::*;
 
@@ -40,25 +39,17 @@ fn a_shut_down_pool_is_reported_and_recovers_all_data() {
     if !have_root() {
         return;
     }
-    for kind in [PoolKind::Reflink, PoolKind::Image] {
+    for kind in ALL_KINDS {
         println!("with a pool of kind {kind}");
-        recovered(Pool::new(kind), Pool::remount);
+        recovered(match kind {
+            PoolKind::Reflink | PoolKind::Image => Pool::new(kind),
+            // On an ext4.
+            PoolKind::Copy => Pool::on_small(kind, 400 * MIB, |_| {}),
+        });
     }
 }
 
-#[test]
-fn a_shut_down_copy_pool_on_ext4_is_reported_and_recovers() {
-    if !have_root() {
-        return;
-    }
-    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
-    let small = Small::mount(directory.path(), 400 * MIB);
-    let data_dir = directory.path().join("small/data");
-    let pool = Pool::with(PoolKind::Copy, |config| config.data_dir = data_dir);
-    recovered(pool, |_| small.remount());
-}
-
-fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
+fn recovered(mut pool: Pool) {
     let volume = pool.volume("v", 32 * MIB);
     let raw_volume = pool.volume("r", 8 * MIB);
     let kept = pool.volume("kept", 8 * MIB);
@@ -131,7 +122,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     assert!(!message.contains(&volume.id) && !message.contains(&raw_volume.id), "{message}");
     run("umount", &[path(&kept_at.target)]);
     detach_loop(&device);
-    remount(&pool);
+    pool.remount();
     wait_for("the pool opens", || pool.try_start().is_ok());
 
     // A volume that the recovery detached needs no unstage.
@@ -159,6 +150,5 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     let c = pool.snapshot("c", &raw_volume);
     assert_eq!(blocks(pool.backend().delta(&a.id, &c.id).unwrap()), [4, 9]);
     pool.detach(&attached);
-    pool.stop();
-    assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
+    pool.stop_sound();
 }

@@ -4,12 +4,12 @@
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use csi_loopback::backend::{
     Access, Capability, CreateVolume, Error, FsType, PoolKind, Snapshot, Source, Volume,
     VolumeRequest,
 };
+use support::delta::differing_blocks;
 use support::full::*;
 use support::kernel::{detach_loop, loops_named};
 use support::*;
@@ -28,13 +28,11 @@ struct Full {
 }
 
 impl Full {
-    fn new(kind: PoolKind, data_dir: Option<&Path>, capability: Capability) -> Self {
-        let mut pool = Pool::with(kind, |config| {
-            config.pool_size = Some(512 * MIB);
-            if let Some(data_dir) = data_dir {
-                config.data_dir = data_dir.to_owned();
-            }
-        });
+    fn new(kind: PoolKind, capability: Capability) -> Self {
+        let mut pool = match kind {
+            PoolKind::Copy => Pool::on_small(kind, 400 * MIB, |_| {}),
+            _ => Pool::with(kind, |config| config.pool_size = Some(512 * MIB)),
+        };
         let least = match capability.access {
             Access::Mount { fs_type: Some(fs_type), .. } => fs_type.min_bytes(),
             Access::Mount { .. } | Access::Block => 0,
@@ -133,9 +131,7 @@ impl Full {
         let delta = blocks(self.pool.backend().delta(&self.base.id, &made.id).unwrap());
         let before = self.pool.read_snapshot(&self.base);
         let after = self.pool.read_snapshot(&made);
-        let pairs = before.chunks(BLOCK as usize).zip(after.chunks(BLOCK as usize));
-        let differing = (0..).zip(pairs).filter(|(_, (before, after))| before != after);
-        for (block, _) in differing {
+        for block in differing_blocks(&before, &after) {
             assert!(delta.contains(&block), "block {block} is missing");
         }
         let clone = self.clone_volume().unwrap();
@@ -171,42 +167,28 @@ fn refused<T: std::fmt::Debug>(result: Result<T, Error>, when: &str) {
     }
 }
 
-fn a_snapshot_detects_lost_writes(mut full: Full) {
-    full.lose_a_write();
-    full.free_room();
-    full.assert_refused("at first");
-    full.pool.restart();
-    full.assert_refused("after a restart");
-    full.stage_again();
-    full.assert_refused("staged twice");
-    full.unstage();
-    full.assert_refused("unstaged");
-    full.pool.restart();
-    full.stage_again();
-    full.assert_whole();
-}
-
 #[test]
 fn a_mounted_volume_with_lost_writes_gets_no_snapshot() {
     if !have_root() {
         return;
     }
-    for fs_type in FsType::ALL {
-        println!("with {fs_type}");
-        a_snapshot_detects_lost_writes(Full::new(PoolKind::Image, None, mounted(fs_type)));
+    let cases = FsType::ALL.map(|fs_type| (PoolKind::Image, fs_type));
+    for (kind, fs_type) in cases.into_iter().chain([(PoolKind::Copy, FsType::Ext4)]) {
+        println!("with {fs_type} on a pool of kind {kind}");
+        let mut full = Full::new(kind, mounted(fs_type));
+        full.lose_a_write();
+        full.free_room();
+        full.assert_refused("at first");
+        full.pool.restart();
+        full.assert_refused("after a restart");
+        full.stage_again();
+        full.assert_refused("staged twice");
+        full.unstage();
+        full.assert_refused("unstaged");
+        full.pool.restart();
+        full.stage_again();
+        full.assert_whole();
     }
-}
-
-#[test]
-fn a_copy_pool_volume_with_lost_writes_gets_no_snapshot() {
-    if !have_root() {
-        return;
-    }
-    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
-    let _small = Small::mount(directory.path(), 400 * MIB);
-    let data_dir = directory.path().join("small/data");
-    let full = Full::new(PoolKind::Copy, Some(&data_dir), mounted(FsType::Ext4));
-    a_snapshot_detects_lost_writes(full);
 }
 
 #[test]
@@ -214,7 +196,7 @@ fn a_raw_volume_with_lost_writes_gets_no_snapshot() {
     if !have_root() {
         return;
     }
-    let mut full = Full::new(PoolKind::Image, None, raw());
+    let mut full = Full::new(PoolKind::Image, raw());
     full.lose_a_write();
     full.free_room();
     full.assert_refused("at first");
@@ -236,7 +218,7 @@ fn an_unstage_records_lost_writes() {
         return;
     }
     for capability in [mounted(FsType::Ext4), raw()] {
-        let mut full = Full::new(PoolKind::Image, None, capability);
+        let mut full = Full::new(PoolKind::Image, capability);
         full.lose_a_write();
         full.unstage();
         full.free_room();

@@ -11,7 +11,6 @@ mod filesystems;
 mod former_release;
 mod full_disk;
 mod full_operations;
-mod full_pool;
 mod growth;
 mod image_room;
 mod large_blocks;

@@ -2,18 +2,19 @@
 //! A reader returns the right bytes or an error. If pods need the space of deleted data, and all of
 //! it is in use, the readers stop.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use csi_loopback::backend::{
-    Backend, CreateVolume, Error, PoolKind, Result, Snapshot, Source, Style, Volume, VolumeRequest,
-    check,
+    Backend, Config, CreateVolume, Error, PoolKind, Result, Snapshot, Source, Style, Volume,
+    VolumeRequest,
 };
 use csi_loopback::fail_point;
-use support::full::{Small, exhausted};
+use support::full::exhausted;
+use support::kernel::wait_for;
+use support::points::Points;
 use support::*;
 
 /// Size of a pool: small enough to fill.
@@ -24,46 +25,10 @@ const VOLUME_BYTES: u64 = 32 * MIB;
 const UNIT: u64 = 64 << 10;
 
 /// The fail points of this process.
-struct Points(PathBuf);
-
-impl Points {
-    fn new() -> Self {
-        let directory = std::env::temp_dir().join(format!("readers-{}", std::process::id()));
-        fs::create_dir_all(&directory).unwrap();
-        fail_point::watch(directory.clone());
-        Self(directory)
-    }
-
-    /// Runs `call` in a thread until it meets a point with this prefix. There it waits.
-    fn hold<T: Send + 'static>(
-        &self,
-        point: &str,
-        call: impl FnOnce() -> Result<T> + Send + 'static,
-    ) -> JoinHandle<Result<T>> {
-        let part = self.0.join("plan.part");
-        fs::write(&part, format!("hang 1 {point}")).unwrap();
-        fs::rename(part, self.0.join("plan")).unwrap();
-        let thread = thread::spawn(call);
-        let deadline = Instant::now() + Duration::from_secs(30);
-        while !self.0.join("met").exists() {
-            assert!(!thread.is_finished() && Instant::now() < deadline, "{point} is not met");
-            thread::sleep(Duration::from_millis(2));
-        }
-        thread
-    }
-
-    fn release<T>(&self, thread: JoinHandle<Result<T>>) -> Result<T> {
-        fs::remove_file(self.0.join("plan")).unwrap();
-        let result = thread.join().unwrap();
-        fs::remove_file(self.0.join("met")).unwrap();
-        result
-    }
-}
-
-impl Drop for Points {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+fn own_points() -> Points {
+    let directory = std::env::temp_dir().join(format!("readers-{}", std::process::id()));
+    fail_point::watch(directory.clone());
+    Points::at(directory)
 }
 
 /// A small pool, with a volume that fills it.
@@ -73,35 +38,44 @@ struct Rig {
     filler: Attached,
     filled: u64,
     round: usize,
-    // Dropped after the pool, before its directory.
-    _small: Option<Small>,
-    _xfs: Option<Xfs>,
-    _directory: tempfile::TempDir,
 }
 
 impl Rig {
     fn new(kind: PoolKind) -> Self {
-        let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
-        let small = (kind == PoolKind::Copy).then(|| Small::mount(directory.path(), POOL_BYTES));
-        let xfs = (kind == PoolKind::Reflink).then(|| Xfs::mount(directory.path(), POOL_BYTES));
-        let mut pool = Pool::with(kind, |config| {
-            config.pool_size = Some(POOL_BYTES);
-            config.retention = Duration::ZERO;
-            match kind {
-                PoolKind::Copy => config.data_dir = directory.path().join("small/data"),
-                PoolKind::Reflink => config.data_dir = directory.path().join("xfs/data"),
-                PoolKind::Image => {}
-            }
-        });
+        let configure = |config: &mut Config| {
+            (config.pool_size, config.retention) = (Some(POOL_BYTES), Duration::ZERO);
+        };
+        let mut pool = match kind {
+            PoolKind::Image => Pool::with(kind, configure),
+            PoolKind::Reflink | PoolKind::Copy => Pool::on_small(kind, POOL_BYTES, configure),
+        };
         let filler = pool.volume("filler", GIB);
         let filler = pool.attach(&filler.id);
-        let points = Points::new();
-        let (_small, _xfs, _directory) = (small, xfs, directory);
-        Self { points, pool, filler, filled: 0, round: 0, _small, _xfs, _directory }
+        Self { points: own_points(), pool, filler, filled: 0, round: 0 }
     }
 
     fn backend(&self) -> &Backend {
         self.pool.backend()
+    }
+
+    /// Runs `call` in a thread until it meets a point with this prefix. There it waits.
+    fn hold<T: Send + 'static>(
+        &self,
+        point: &str,
+        call: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> JoinHandle<Result<T>> {
+        self.points.plan("hang", 1, point);
+        let thread = thread::spawn(call);
+        wait_for(point, || {
+            assert!(!thread.is_finished(), "{point} is not met");
+            !self.points.met().is_empty()
+        });
+        thread
+    }
+
+    fn release<T>(&self, thread: JoinHandle<Result<T>>) -> Result<T> {
+        self.points.clear();
+        thread.join().unwrap()
     }
 
     fn available(&self) -> u64 {
@@ -131,11 +105,7 @@ impl Rig {
     fn empty(&mut self) {
         discard(&self.filler.target, 0, self.filled.max(BLOCK));
         self.filled = 0;
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while self.available() < 2 * self.reserve() {
-            assert!(Instant::now() < deadline, "the space is not free");
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_for("the space is free", || self.available() >= 2 * self.reserve());
         self.backend().relieve_pressure().unwrap();
     }
 
@@ -164,12 +134,6 @@ impl Rig {
                 backend.delete_volume(&volume.id).unwrap();
             }
         }
-    }
-
-    fn assert_sound(&mut self) {
-        self.pool.stop();
-        assert_eq!(check::check(self.pool.data_dir()).unwrap().findings, []);
-        self.pool.start();
     }
 }
 
@@ -257,9 +221,9 @@ const READERS: [Reader; 5] = [
 
 fn create_from_snapshot(rig: &mut Rig, world: &World) -> Rest {
     let create = rig.create_from(Source::Snapshot(world.last().id.clone()));
-    let thread = rig.points.hold("copy.part_", create);
+    let thread = rig.hold("copy.part_", create);
     Box::new(|rig, world| {
-        let volume = rig.points.release(thread)?;
+        let volume = rig.release(thread)?;
         assert!(rig.content(&volume) == world.content, "other bytes");
         Ok(())
     })
@@ -267,9 +231,9 @@ fn create_from_snapshot(rig: &mut Rig, world: &World) -> Rest {
 
 fn clone_volume(rig: &mut Rig, world: &World) -> Rest {
     let create = rig.create_from(Source::Volume(world.volume.id.clone()));
-    let thread = rig.points.hold("copy.settled", create);
+    let thread = rig.hold("copy.settled", create);
     Box::new(|rig, world| {
-        let volume = rig.points.release(thread)?;
+        let volume = rig.release(thread)?;
         assert!(rig.content(&volume) == world.now, "other bytes");
         Ok(())
     })
@@ -278,9 +242,9 @@ fn clone_volume(rig: &mut Rig, world: &World) -> Rest {
 fn take_snapshot(rig: &mut Rig, world: &World) -> Rest {
     let (backend, id, name) =
         (rig.backend().clone(), world.volume.id.clone(), rig.name("compared"));
-    let thread = rig.points.hold("snapshot.comparing", move || backend.create_snapshot(&name, &id));
+    let thread = rig.hold("snapshot.comparing", move || backend.create_snapshot(&name, &id));
     Box::new(|rig, world| {
-        let next = rig.points.release(thread)?;
+        let next = rig.release(thread)?;
         // Reading the snapshot needs space.
         rig.empty();
         assert!(rig.pool.read_snapshot(&next) == world.now, "other bytes");
@@ -414,7 +378,7 @@ fn try_pairs(kind: PoolKind, is_in_table: impl Fn(&Reader, &Free) -> bool) {
             }
         }
     }
-    rig.assert_sound();
+    rig.pool.restart_sound();
 }
 
 #[test]
@@ -450,7 +414,7 @@ fn a_baseline_in_use_is_kept_and_the_next_one_dropped() {
         assert!(read.has_data(&rig) && !idle.has_data(&rig), "{kind}");
         rest(&mut rig, &read).unwrap();
         rig.clear();
-        rig.assert_sound();
+        rig.pool.restart_sound();
     }
 }
 
@@ -479,7 +443,7 @@ fn readers_of_deleted_data_stop_when_pods_need_its_space() {
             let rest = begin(&mut rig, &world);
             stops(&mut rig, &world, rest);
         }
-        rig.assert_sound();
+        rig.pool.restart_sound();
     }
 }
 
@@ -489,11 +453,7 @@ fn stops(rig: &mut Rig, world: &World, rest: Rest) {
     let full = rig.available();
     exhausted(rest(rig, world), "a reader");
     rig.backend().relieve_pressure().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while rig.available() < full + 4 * MIB {
-        assert!(Instant::now() < deadline, "the space is not free: {full} {}", rig.available());
-        thread::sleep(Duration::from_millis(5));
-    }
+    wait_for("the space is free", || rig.available() >= full + 4 * MIB);
     rig.clear();
 }
 

@@ -1,6 +1,5 @@
 //! Volumes with sectors of 512 bytes, and filesystems that need them on volumes that lack them.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -10,7 +9,7 @@ use std::process::Command;
 use csi_loopback::backend::{
     BaseFilter, Capability, Error, FsType, SectorSize, Source, Volume, VolumeRequest,
 };
-use support::ops::Device;
+use support::delta::differing_blocks;
 use support::random::Random;
 use support::*;
 
@@ -138,31 +137,6 @@ fn copies_of_a_volume_inherit_its_sectors() {
     });
 }
 
-/// `losetup` names its devices after the file.
-#[test]
-fn a_foreign_device_with_512_byte_sectors_is_refused() {
-    for_each_pool(|pool| {
-        let volume = pool.create("v", VolumeRequest { required_bytes: 4 * MIB, ..small() });
-        let file = pool.data_dir().join("volumes").join(&volume.id);
-        if !file.exists() {
-            // In an image.
-            return;
-        }
-        let device = Device::attach(&file, &["--sector-size", "512"]);
-        let refused = stage_error(pool, &volume, &raw());
-        drop(device);
-        assert!(refused.to_string().contains("another program attached"), "{refused}");
-        let attached = pool.attach(&volume.id);
-        pool.detach(&attached);
-    });
-}
-
-/// The blocks in which two contents differ.
-fn differing(a: &[u8], b: &[u8]) -> BTreeSet<u64> {
-    let pairs = a.chunks(BLOCK as usize).zip(b.chunks(BLOCK as usize)).zip(0..);
-    pairs.filter(|((a, b), _)| a != b).map(|(_, block)| block).collect()
-}
-
 #[test]
 #[ignore = "full tier"]
 fn changes_of_512_byte_sectors_are_exact() {
@@ -202,27 +176,20 @@ fn changes_of_512_byte_sectors_are_exact() {
         let backend = pool.backend();
         for (target, (id, after)) in states.iter().enumerate() {
             for (base, before) in &states[..target] {
-                let delta: BTreeSet<u64> =
-                    blocks(backend.delta(base, id).unwrap()).into_iter().collect();
-                let missed: Vec<_> = differing(before, after).difference(&delta).copied().collect();
+                let delta = blocks(backend.delta(base, id).unwrap());
+                let mut missed = differing_blocks(before, after);
+                missed.retain(|block| !delta.contains(block));
                 assert_eq!(missed, [0_u64; 0], "{base} {id}");
             }
-            let allocated: BTreeSet<u64> =
-                blocks(backend.allocated(id).unwrap()).into_iter().collect();
+            let allocated = blocks(backend.allocated(id).unwrap());
             let zeros = vec![0; after.len()];
-            assert!(differing(&zeros, after).is_subset(&allocated));
+            assert!(differing_blocks(&zeros, after).iter().all(|block| allocated.contains(block)));
         }
         // Every snapshot has its bytes.
         drop(device);
         pool.detach(&attached);
-        assert_eq!(
-            pool.backend()
-                .bases(&BaseFilter::Volume(volume.id.clone()), None, 0)
-                .unwrap()
-                .items
-                .len(),
-            6
-        );
+        let bases = pool.backend().bases(&BaseFilter::Volume(volume.id.clone()), None, 0).unwrap();
+        assert_eq!(bases.items.len(), 6);
         for (id, after) in &states {
             let snapshot = pool.backend().snapshot(id).unwrap();
             assert!(pool.read_snapshot(&snapshot) == *after, "{id}");

@@ -9,10 +9,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use support::random::Random;
 
-use crate::calls::Capability;
 use crate::harness::{BINARY, Driver, run, text};
-use crate::kernel::{self, Random};
+use crate::kernel;
 use crate::report::{Report, Row};
 use crate::stats::{bytes, time};
 use crate::{Options, peers, writer};
@@ -74,13 +74,13 @@ pub(super) fn command(driver: &Driver, repository: &Path, arguments: &[&str]) ->
 
 /// Overwrites blocks of a volume at random.
 fn change(file: &Path, size: u64, blocks: u64) -> Result<()> {
-    writer::change(file, &Random(5).distinct(blocks as usize, size / 4096), 9)
+    writer::change(file, &Random::new(5).distinct(blocks as usize, size / 4096), 9)
 }
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let size = options.pick(10 << 30, 64 << 20);
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("backup", size, Capability::Block)?;
+    let volume = driver.volume("backup", size)?;
     let file = driver.pool.volume(&volume);
     writer::fill(&file, size)?;
     let base = driver.snapshot("base", &volume)?;
@@ -116,7 +116,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let row = Row::value("backup", what, format!("{}, {}", spent.describe(), share(&spent)));
     report.row(spent.cost(row));
 
-    let device = driver.publish(&volume, Capability::Block)?;
+    let device = driver.publish(&volume)?;
     let restore = ["restore", "base", "--to", text(&device), "--from", "target"];
     let in_place = spend(&mut command(&driver, &place, &restore))?;
     ensure!(in_place.number("written_bytes")? == changed * 4096, "{}", in_place.output);
@@ -155,7 +155,7 @@ fn memory(
 
 /// Peak memory of these commands for a volume of this size.
 fn peaks(driver: &Driver, size: u64, changed: u64) -> Result<[u64; 3]> {
-    let volume = driver.volume("small", size, Capability::Block)?;
+    let volume = driver.volume("small", size)?;
     let file = driver.pool.volume(&volume);
     let place = driver.pool.directory().join("small-repository");
     let run = |arguments: &[&str]| {

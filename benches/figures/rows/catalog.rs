@@ -1,17 +1,15 @@
 //! The cost of calls with many catalog rows of deleted snapshots, and of a delta across a long
 //! chain of change records.
 
-use std::fs::File;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use csi_loopback::proto::csi::v1 as csi;
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use redb::{Database, TableDefinition};
 use serde_json::json;
+use support::requests::delete_snapshot;
 
 use crate::Options;
-use crate::calls::Capability;
 use crate::harness::{Cost, Driver};
 use crate::kernel;
 use crate::report::{Report, Row};
@@ -56,7 +54,7 @@ impl Bench {
     fn new(volumes: usize, chain: usize) -> Result<Self> {
         let driver = Driver::start(64 << 30)?;
         let volumes = (0..volumes)
-            .map(|number| driver.volume(&format!("v{number}"), SIZE, Capability::Block))
+            .map(|number| driver.volume(&format!("v{number}"), SIZE))
             .collect::<Result<Vec<_>>>()?;
         let volume = volumes.first().context("no volume")?;
         let file = driver.pool.volume(volume);
@@ -70,8 +68,7 @@ impl Bench {
             _ => anyhow::bail!("a chain needs two snapshots"),
         };
         for snapshot_id in &snapshots[..chain - 1] {
-            let snapshot_id = snapshot_id.clone();
-            driver.call(csi::DeleteSnapshotRequest { snapshot_id, ..Default::default() })?;
+            driver.call(delete_snapshot(snapshot_id))?;
         }
         Ok(Self { driver, volumes, base, last, chain, taken: 0 })
     }
@@ -121,10 +118,7 @@ impl Bench {
         tx.commit()?;
         drop(catalog);
         // The driver uses direct I/O and leaves no pages of the catalog in the page cache.
-        let file = File::open(&path)?;
-        file.sync_all()?;
-        posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
-        Ok(())
+        kernel::uncache(&path)
     }
 
     fn starts(&mut self, report: &mut Report, rows: usize) -> Result<()> {

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use csi_loopback::proto::csi::v1 as csi;
+use support::random::Random;
+use support::requests::{block, create, delete_snapshot, map};
 
-use crate::calls::Capability;
 use crate::harness::{Driver, Layout};
-use crate::kernel::Random;
 use crate::report::{Report, Row};
 use crate::stats::{bytes, grouped, time};
 use crate::subject::BLOCK_SIZES;
@@ -63,14 +63,16 @@ fn life(options: Options, size: u64, block_size: u64, precision: &str) -> Result
         block_size,
         is_allocated: false,
     })?;
-    let parameters = [("changePrecision", precision)];
-    let volume = driver.volume_with("changes", size, Capability::Block, &parameters)?;
-    let device = driver.publish(&volume, Capability::Block)?;
+    let volume = driver.create(csi::CreateVolumeRequest {
+        parameters: map(&[("changePrecision", precision)]),
+        ..create("changes", size, block())
+    })?;
+    let device = driver.publish(&volume)?;
     writer::fill(&device, size)?;
     let mut before = driver.snapshot("base", &volume)?;
     let mut life = Life::new();
     for (part, share) in PARTS {
-        let blocks = Random(part).distinct((size / 4096 / part) as usize, size / 4096);
+        let blocks = Random::new(part).distinct((size / 4096 / part) as usize, size / 4096);
         writer::change(&device, &blocks, part)?;
         let begun = Instant::now();
         let snapshot = driver.snapshot(share, &volume)?;
@@ -79,7 +81,7 @@ fn life(options: Options, size: u64, block_size: u64, precision: &str) -> Result
         let changed = delta.blocks().len() as u64 * 4096;
         life.push((took, changed));
         println!("    {share}: {}", describe((took, changed)));
-        driver.call(csi::DeleteSnapshotRequest { snapshot_id: before, ..Default::default() })?;
+        driver.call(delete_snapshot(&before))?;
         before = snapshot;
     }
     Ok(life)

@@ -10,11 +10,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use support::random::Random;
 use tempfile::TempDir;
 
 use crate::Options;
 use crate::harness::{PATIENCE, run, text};
-use crate::kernel::{self, Random};
+use crate::kernel;
 use crate::report::{Report, Row};
 use crate::stats::{bytes, digits, time};
 use crate::subject::{BLOCK_SIZES, KINDS, Kind};
@@ -168,7 +169,7 @@ impl Sqlite {
         let statements = child.stdin.take().context("no stdin")?;
         let results = BufReader::new(child.stdout.take().context("no stdout")?);
         let rows = options.pick(2_000_000, 10_000);
-        let mut sqlite = Self { child, statements, results, random: Random(1), rows };
+        let mut sqlite = Self { child, statements, results, random: Random::new(1), rows };
         sqlite.execute(&format!(
             "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; \
              CREATE TABLE t (id INTEGER PRIMARY KEY, value BLOB); \
@@ -289,7 +290,7 @@ impl Files {
     const COUNT: usize = 100;
 
     fn open(directory: &Path, options: Options) -> Result<Box<dyn Application>> {
-        let pages = kernel::pages(options.pick(2048, 64), &mut Random(1));
+        let pages = kernel::pages(options.pick(2048, 64), &mut Random::new(1));
         let data = pages.iter().flat_map(|page| page.0).collect();
         let mut files = Self { directory: directory.to_owned(), number: 0, data };
         (0..Self::COUNT).try_for_each(|_| files.write())?;

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use csi_loopback::backend::sys::clone_file;
 
-use crate::calls::Capability;
 use crate::harness::{Cost, Driver, SnapshotSteps};
 use crate::report::{Report, Row};
 use crate::stats::{Samples, digits, grouped, time};
@@ -74,11 +74,11 @@ fn measure_extents(
     charts: &mut Charts,
 ) -> Result<()> {
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("extents", SIZE, Capability::Block)?;
+    let volume = driver.volume("extents", SIZE)?;
     let blocks = writer::scattered(extents, SIZE / 4096, 41);
     let file = driver.pool.volume(&volume);
     writer::scatter(&file, &blocks)?;
-    let device = driver.publish(&volume, Capability::Block)?;
+    let device = driver.publish(&volume)?;
 
     let mut found = Rounds::default();
     // Without a writer: the time of each step. Between two snapshots, one in a hundred blocks
@@ -122,7 +122,7 @@ fn plain_clone(driver: &Driver, file: &Path) -> Result<Duration> {
     let path = driver.pool.path().join("plain-clone");
     let (source, target) = (File::open(file)?, File::create(&path)?);
     let begun = Instant::now();
-    kernel::clone_file(&target, &source)?;
+    clone_file(&target, &source)?;
     let took = begun.elapsed();
     drop(target);
     fs::remove_file(&path)?;

@@ -4,9 +4,8 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 
-use crate::calls::Capability;
 use crate::harness::{Driver, run, text};
-use crate::load::{self, Load, PlainLoop};
+use crate::load::{self, Load, plain_loop};
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, digits};
 use crate::{Options, writer};
@@ -23,13 +22,13 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     }
     let size: u64 = options.pick(1 << 30, 64 << 20);
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("fio", size, Capability::Block)?;
+    let volume = driver.volume("fio", size)?;
     writer::fill(&driver.pool.volume(&volume), size)?;
     let plain = driver.pool.path().join("plain");
     std::fs::File::create_new(&plain)?;
     writer::fill(&plain, size)?;
-    let published = driver.publish(&volume, Capability::Block)?;
-    let plain = PlainLoop::attach(&plain)?;
+    let published = driver.publish(&volume)?;
+    let plain = plain_loop(&plain);
     let direct = |device: &str| {
         let columns = run("losetup", &["--noheadings", "--output", "DIO,LOG-SEC", device]);
         columns.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
@@ -38,7 +37,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
         "losetup",
         &["--noheadings", "--output", "NAME", "-j", text(&driver.pool.volume(&volume))],
     )?;
-    let (ours, peer) = (direct(ours.trim())?, direct(&plain.0)?);
+    let (ours, peer) = (direct(ours.trim())?, direct(plain.path())?);
     ensure!(ours == peer, "the devices differ: {ours}, {peer} (direct I/O, sector size)");
 
     let mut points = Vec::new();
@@ -46,7 +45,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
         for pattern in PATTERNS.into_iter().step_by(options.pick(1, 3)) {
             let milliseconds = options.pick(1500, 200);
             let load = Load { pattern, block_size, milliseconds, repeats: true, ..Load::default() };
-            let row = compare(load, options, &published, plain.path(), size)?;
+            let row = compare(load, options, &published, Path::new(plain.path()), size)?;
             points.push((points.len() as f64 + 1.0, row.ratio.unwrap_or_default()));
             report.row(row);
         }

@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
-use crate::calls::Capability;
 use crate::harness::Driver;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, grouped, millions, time};
@@ -13,7 +12,7 @@ use crate::{Options, raw, writer};
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let (size, count) = options.pick((1 << 40, 1_000_000), (64 << 30, 10_000));
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("large", size, Capability::Block)?;
+    let volume = driver.volume("large", size)?;
     let base = driver.snapshot("base", &volume)?;
     let blocks = writer::scattered(count, size / 4096, 21);
     writer::scatter(&driver.pool.volume(&volume), &blocks)?;

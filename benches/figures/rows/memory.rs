@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use csi::snapshot_metadata_client::SnapshotMetadataClient;
 use csi_loopback::proto::csi::v1 as csi;
+use support::requests::delta;
 
 use crate::Options;
-use crate::calls::Capability;
 use crate::harness::Driver;
 use crate::kernel;
 use crate::records::{self, Pattern};
@@ -28,7 +28,7 @@ pub fn idle(options: Options, report: &mut Report) -> Result<()> {
     measure_idle(options, report, &driver, "idle, new pool")?;
     let volumes = options.pick(100, 10);
     for number in 0..volumes {
-        let volume = driver.volume(&format!("v{number}"), 1 << 30, Capability::Block)?;
+        let volume = driver.volume(&format!("v{number}"), 1 << 30)?;
         driver.snapshot(&format!("s{number}"), &volume)?;
     }
     let with = format!("with {volumes} volumes and snapshots");
@@ -44,9 +44,8 @@ fn measure_idle(options: Options, report: &mut Report, driver: &Driver, what: &s
     let proportional = kernel::memory(driver.pid(), "smaps_rollup", "Pss")?;
     let own = kernel::memory(driver.pid(), "smaps_rollup", "Anonymous")?;
     let clock = driver.cpu()?;
-    let before = clock.now();
     thread::sleep(settled(options));
-    let cpu = (clock.now() - before).as_secs_f64() / settled(options).as_secs_f64();
+    let cpu = clock.spent().as_secs_f64() / settled(options).as_secs_f64();
     let peak = kernel::memory(driver.pid(), "status", "VmHWM")?;
     let measured = format!(
         "RSS {}, PSS {}, of which {} anonymous",
@@ -68,7 +67,6 @@ pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
     let idle = kernel::memory(pid, "status", "VmRSS")?;
     kernel::reset_peak(pid)?;
     let clock = driver.cpu()?;
-    let before = clock.now();
     let done = AtomicBool::new(false);
     let (took, samples) = thread::scope(|scope| -> Result<_> {
         let sampling = scope.spawn(|| sample(pid, &done));
@@ -77,7 +75,7 @@ pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
         let samples = sampling.join().ok().context("the sampler panicked")??;
         Ok((streamed?, samples))
     })?;
-    let cpu = (clock.now() - before).as_secs_f64();
+    let cpu = clock.spent().as_secs_f64();
     let peak = kernel::memory(pid, "status", "VmHWM")?;
     let above = peak.saturating_sub(idle);
     // Flat: the peak of the second half is not above the peak of the first.
@@ -110,12 +108,7 @@ async fn verified(driver: &Driver, base: &str, target: &str, extents: u64) -> Re
     let mut client = SnapshotMetadataClient::new(driver.channel()?);
     let mut expected = Pattern::new(extents).bytes();
     let begun = Instant::now();
-    let request = csi::GetMetadataDeltaRequest {
-        base_snapshot_id: base.to_owned(),
-        target_snapshot_id: target.to_owned(),
-        ..Default::default()
-    };
-    let mut stream = client.get_metadata_delta(request).await?.into_inner();
+    let mut stream = client.get_metadata_delta(delta(base, target)).await?.into_inner();
     while let Some(message) = stream.message().await? {
         for extent in &message.block_metadata {
             let extent = (extent.byte_offset as u64, extent.size_bytes as u64);

@@ -9,11 +9,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use csi_loopback::proto::csi::v1 as csi;
+use support::random::Random;
+use support::requests::delete_snapshot;
 
-use crate::calls::Capability;
 use crate::harness::{Driver, Layout};
-use crate::kernel::{self, Random};
+use crate::kernel;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, grouped, time};
 use crate::subject::BLOCK_SIZES;
@@ -99,8 +99,8 @@ fn month(options: Options, size: u64, block_size: u64, longest: Duration) -> Res
     let rounds = options.pick(720, 12);
     let driver =
         Driver::start_on(Layout { bytes: 8 * size + (1 << 30), block_size, is_allocated: true })?;
-    let volume = driver.volume("month", size, Capability::Block)?;
-    let device = driver.publish(&volume, Capability::Block)?;
+    let volume = driver.volume("month", size)?;
+    let device = driver.publish(&volume)?;
     let file = File::open(driver.pool.volume(&volume))?;
     writer::fill(&device, size)?;
     let mut month = Month { times: Vec::new(), extents: [0; 2] };
@@ -111,7 +111,7 @@ fn month(options: Options, size: u64, block_size: u64, longest: Duration) -> Res
             println!("    blocks of {}: ended after {round} rounds", bytes(block_size));
             break;
         }
-        let blocks = Random(round).distinct(options.pick(WRITTEN, 100), size / 4096);
+        let blocks = Random::new(round).distinct(options.pick(WRITTEN, 100), size / 4096);
         writer::change(&device, &blocks, round)?;
         let begun = Instant::now();
         let snapshot_id = driver.snapshot(&format!("hour-{round}"), &volume)?;
@@ -122,7 +122,7 @@ fn month(options: Options, size: u64, block_size: u64, longest: Duration) -> Res
         if kept.len() > KEPT
             && let Some(snapshot_id) = kept.pop_front()
         {
-            driver.call(csi::DeleteSnapshotRequest { snapshot_id, ..Default::default() })?;
+            driver.call(delete_snapshot(&snapshot_id))?;
         }
         // Meanwhile XFS frees the deleted one.
         wait_for_clone(&newest)?;

@@ -5,17 +5,17 @@
 use std::fs;
 use std::os::unix::net::UnixStream as Socket;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use csi_loopback::proto::csi::v1 as csi;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use support::process::Process;
+use support::requests::{Rpc, create, stats};
 
-use crate::calls::{Capability, Rpc};
-use crate::harness::{BINARY, Driver, PATIENCE, connect, text};
+use crate::calls::ext4;
+use crate::harness::{BINARY, Driver, connect, text};
 use crate::kernel::{self, CpuClock};
 use crate::records::{self, Pattern};
 use crate::report::{Report, Row};
@@ -32,9 +32,9 @@ const KUBECONFIG: &str = r#"{
     "users": [{"name": "none", "user": {}}]
 }"#;
 
-/// A node proxy for a driver. Dropping it stops the process.
+/// A node proxy for a driver.
 struct Proxy {
-    child: Child,
+    process: Process,
     socket: PathBuf,
 }
 
@@ -43,47 +43,28 @@ impl Proxy {
         let directory = driver.pool.directory();
         let (socket, kubeconfig) = (directory.join("proxy.sock"), directory.join("kubeconfig"));
         fs::write(&kubeconfig, KUBECONFIG)?;
-        let log = fs::File::create(directory.join("proxy.log"))?;
-        let child = Command::new(BINARY)
+        let mut command = Command::new(BINARY);
+        command
             .args(["--mode", "node-proxy", "--node-name", "bench"])
             .args(["--endpoint", text(&socket), "--driver-endpoint", text(&driver.socket())])
             .args(["--kubeconfig", text(&kubeconfig)])
             .args(["--state-dir", text(&directory.join("proxy"))])
-            .env_remove("CSI_ENDPOINT")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()?;
-        let mut proxy = Self { child, socket };
-        let until = Instant::now() + PATIENCE;
-        while Socket::connect(&proxy.socket).is_err() {
-            if proxy.child.try_wait()?.is_some() || Instant::now() > until {
-                bail!("the node proxy did not start");
-            }
-            thread::sleep(Duration::from_millis(2));
-        }
-        Ok(proxy)
+            .env_remove("CSI_ENDPOINT");
+        let mut process = Process::spawn("proxy", command, directory);
+        process.wait_for("the node proxy is ready", |_| Socket::connect(&socket).ok());
+        Ok(Self { process, socket })
     }
 
     fn pid(&self) -> u32 {
-        self.child.id()
-    }
-}
-
-impl Drop for Proxy {
-    fn drop(&mut self) {
-        let _ = kill(Pid::from_raw(self.pid() as i32), Signal::SIGTERM);
-        if let Err(error) = self.child.wait() {
-            eprintln!("stopping the proxy: {error}");
-        }
+        self.process.pid().as_raw() as u32
     }
 }
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let extents: u64 = options.pick(5_000_000, 100_000);
     let (driver, base, target) = records::driver_with_delta(extents)?;
-    let volume = driver.volume("small", 1 << 30, Capability::Ext4)?;
-    let path = driver.publish(&volume, Capability::Ext4)?;
+    let volume = driver.create(create("small", 1 << 30, ext4()))?;
+    let path = driver.publish_as(&volume, ext4())?;
     let proxy = Proxy::start(&driver)?;
     thread::sleep(Duration::from_millis(options.pick(2000, 200)));
     let idle = kernel::memory(proxy.pid(), "status", "VmRSS")?;
@@ -91,11 +72,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let rounds = options.pick(3000, 30);
     let forwarded = csi::NodeGetCapabilitiesRequest {};
     unary(report, &driver, &proxy, rounds, "forwarded (NodeGetCapabilities)", &forwarded)?;
-    let inspected = csi::NodeGetVolumeStatsRequest {
-        volume_id: volume,
-        volume_path: text(&path).to_owned(),
-        ..Default::default()
-    };
+    let inspected = stats(&volume, text(&path));
     unary(report, &driver, &proxy, rounds, "inspected (NodeGetVolumeStats)", &inspected)?;
     for max in PER_MESSAGE {
         stream(options, report, &driver, &proxy, (&base, &target, extents, max))?;
@@ -134,13 +111,12 @@ fn unary<R: Rpc + Clone>(
             call(path)?;
         }
         let clock = CpuClock::of(proxy.pid())?;
-        let before = clock.now();
         for _ in 0..rounds {
             for (path, times) in times.iter_mut().enumerate() {
                 times.push(call(path)?);
             }
         }
-        let cpu = (clock.now() - before).as_secs_f64() / rounds as f64;
+        let cpu = clock.spent().as_secs_f64() / rounds as f64;
         let [direct, through] = times.map(|times| times.into_iter().collect::<Samples>());
         let p99 = |times: &Samples| time(times.percentile(99));
         let row = Row::samples(
@@ -181,14 +157,13 @@ fn stream(
     }
     let rounds = options.pick(11, 1);
     let clock = CpuClock::of(proxy.pid())?;
-    let before = clock.now();
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
         for (socket, times) in sockets.iter().zip(&mut times) {
             times.push(delta(socket)?.whole.as_secs_f64());
         }
     }
-    let cpu = (clock.now() - before).as_secs_f64() / rounds as f64;
+    let cpu = clock.spent().as_secs_f64() / rounds as f64;
     let [direct, through] = times;
     // Per round, because other load on the machine disturbs both paths of a round equally.
     let shares = direct.iter().zip(&through).map(|(direct, through)| direct / through);

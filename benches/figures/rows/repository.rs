@@ -16,7 +16,6 @@ use anyhow::{Context, Result, anyhow, ensure};
 use sha2::{Digest, Sha256};
 
 use super::backup::{command, spend};
-use crate::calls::Capability;
 use crate::harness::{Driver, PATIENCE, text};
 use crate::report::{Report, Row};
 use crate::stats::time;
@@ -183,7 +182,7 @@ fn fill(
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("many", 1 << 20, Capability::Block)?;
+    let volume = driver.volume("many", 1 << 20)?;
     writer::fill(&driver.pool.volume(&volume), 1 << 20)?;
     match Server::start() {
         Ok(server) => bucket(options, report, &driver, &volume, &server)?,

@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
-use crate::calls::Capability;
 use crate::harness::{Cost, Driver};
 use crate::report::{Report, Row};
 use crate::stats::{bytes, digits, grouped, time};
@@ -17,14 +16,6 @@ struct Subject {
     base: String,
     target: String,
     blocks: Vec<u64>,
-}
-
-/// Durations of all runs of each call.
-#[derive(Default)]
-struct Times {
-    delta: Vec<Duration>,
-    allocated: Vec<Duration>,
-    snapshot: Vec<Duration>,
 }
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -47,7 +38,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
 
 fn subject(driver: &Driver, size: u64, spread: bool, changes: usize) -> Result<Subject> {
     let name = format!("size-{size}-{spread}");
-    let volume = driver.volume(&name, size, Capability::Block)?;
+    let volume = driver.volume(&name, size)?;
     let limit = if spread { size } else { 1 << 30 };
     let blocks = writer::scattered(changes, limit / 4096, 31);
     writer::scatter(&driver.pool.volume(&volume), &blocks)?;
@@ -57,56 +48,54 @@ fn subject(driver: &Driver, size: u64, spread: bool, changes: usize) -> Result<S
     Ok(Subject { size, volume, base, target, blocks })
 }
 
+/// Runs of one call in a round, and how long each took.
+type Call<'a> = &'a dyn Fn(&Subject, usize) -> Result<Vec<Duration>>;
+
 /// Measures all sizes in each round, so that other load on the machine disturbs all of them.
 fn rounds(options: Options, driver: &Driver, subjects: &[Subject]) -> Result<Vec<[Cost; 3]>> {
-    let mut times: Vec<Times> = subjects.iter().map(|_| Times::default()).collect();
-    let mut spent = vec![[0.0; 3]; subjects.len()];
-    let clock = driver.cpu()?;
     let queries = options.pick(8, 2);
-    let count = options.pick(9, 2);
-    for round in 0..=count {
-        for ((subject, times), spent) in subjects.iter().zip(&mut times).zip(&mut spent) {
-            let mut took = Times::default();
-            let marks = [(); 4].map(|()| clock.now());
-            let mut marks = marks;
-            for _ in 0..queries {
-                let delta = driver.get_metadata(Some(&subject.base), &subject.target)?;
-                ensure!(
-                    delta.blocks() == subject.blocks,
-                    "the delta differs from the written blocks"
-                );
-                took.delta.push(delta.whole);
-            }
-            marks[1] = clock.now();
-            for _ in 0..queries {
-                took.allocated.push(driver.get_metadata(None, &subject.target)?.whole);
-            }
-            marks[2] = clock.now();
-            writer::change(&driver.pool.volume(&subject.volume), &subject.blocks, round as u64)?;
-            let begun = Instant::now();
-            driver.snapshot(&format!("{}-{round}", subject.volume), &subject.volume)?;
-            took.snapshot.push(begun.elapsed());
-            marks[3] = clock.now();
-            // The first round warms up.
-            if round > 0 {
-                times.delta.extend(took.delta);
-                times.allocated.extend(took.allocated);
-                times.snapshot.extend(took.snapshot);
-                for (spent, pair) in spent.iter_mut().zip(marks.windows(2)) {
-                    *spent += (pair[1] - pair[0]).as_secs_f64();
+    let delta = |subject: &Subject, _: usize| -> Result<Vec<Duration>> {
+        let one = |_| {
+            let delta = driver.get_metadata(Some(&subject.base), &subject.target)?;
+            let is_exact = delta.blocks() == subject.blocks;
+            ensure!(is_exact, "the delta differs from the written blocks");
+            Ok(delta.whole)
+        };
+        (0..queries).map(one).collect()
+    };
+    let allocated = |subject: &Subject, _: usize| -> Result<Vec<Duration>> {
+        let one = |_| Ok(driver.get_metadata(None, &subject.target)?.whole);
+        (0..queries).map(one).collect()
+    };
+    let snapshot = |subject: &Subject, round: usize| -> Result<Vec<Duration>> {
+        writer::change(&driver.pool.volume(&subject.volume), &subject.blocks, round as u64)?;
+        let begun = Instant::now();
+        driver.snapshot(&format!("{}-{round}", subject.volume), &subject.volume)?;
+        Ok(vec![begun.elapsed()])
+    };
+    let calls: [Call; 3] = [&delta, &allocated, &snapshot];
+    // Of each subject and call: the durations of all runs, and the driver's processor time.
+    let mut found: Vec<[(Vec<Duration>, f64); 3]> =
+        subjects.iter().map(|_| Default::default()).collect();
+    for round in 0..=options.pick(9, 2) {
+        for (subject, found) in subjects.iter().zip(&mut found) {
+            for (call, (times, spent)) in calls.iter().zip(found) {
+                let clock = driver.cpu()?;
+                let took = call(subject, round)?;
+                // The first round warms up.
+                if round > 0 {
+                    *spent += clock.spent().as_secs_f64();
+                    times.extend(took);
                 }
             }
         }
     }
     let peak = crate::kernel::memory(driver.pid(), "status", "VmHWM")?;
-    let cost = |times: Vec<Duration>, spent: f64| {
+    let cost = |(times, spent): (Vec<Duration>, f64)| {
         let runs = times.len() as f64;
         Cost { times: times.into_iter().collect(), cpu: spent / runs, peak }
     };
-    let costs = times.into_iter().zip(spent).map(|(times, [delta, allocated, snapshot])| {
-        [cost(times.delta, delta), cost(times.allocated, allocated), cost(times.snapshot, snapshot)]
-    });
-    Ok(costs.collect())
+    Ok(found.into_iter().map(|calls| calls.map(cost)).collect())
 }
 
 fn report_costs(

@@ -4,11 +4,13 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
+use support::random::Random;
+use support::requests::create;
 
-use crate::calls::Capability;
+use crate::calls::ext4;
 use crate::harness::{Cost, Driver};
 use crate::host_path::{self, HostPath};
-use crate::kernel::{self, Random};
+use crate::kernel;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, grouped, time};
 use crate::{Options, peers, writer};
@@ -28,14 +30,14 @@ fn changed(options: Options) -> usize {
 /// A driver with a fully written volume.
 fn filled(options: Options) -> Result<(Driver, String)> {
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("ten", size(options), Capability::Block)?;
+    let volume = driver.volume("ten", size(options))?;
     writer::fill(&driver.pool.volume(&volume), size(options))?;
     Ok((driver, volume))
 }
 
 pub fn delta(options: Options, report: &mut Report) -> Result<()> {
     let (driver, volume) = filled(options)?;
-    let blocks = Random(3).distinct(changed(options), size(options) / 4096);
+    let blocks = Random::new(3).distinct(changed(options), size(options) / 4096);
     let base = driver.snapshot("base", &volume)?;
     writer::change(&driver.pool.volume(&volume), &blocks, 4)?;
     let target = driver.snapshot("target", &volume)?;
@@ -124,14 +126,13 @@ fn delta_of_host_path(
     writer::change(&volume.file, blocks, 4)?;
     let target = driver.snapshot("target", &volume.id)?;
     let clock = driver.cpu()?;
-    let before = clock.now();
     let times = (0..options.pick(3, 1)).map(|_| {
         let delta = driver.get_delta(&base, &target)?;
         ensure!(delta.blocks() == blocks, "the delta of host-path differs from the written blocks");
         Ok(delta.whole)
     });
     let times: Samples = times.collect::<Result<Vec<Duration>>>()?.into_iter().collect();
-    let cpu = (clock.now() - before).as_secs_f64() / times.count() as f64;
+    let cpu = clock.spent().as_secs_f64() / times.count() as f64;
     let ratio = times.median() / cost.times.median();
     let peer = format!("csi-driver-host-path: {}, {} of CPU", times.times(), time(cpu));
     report.row(row.against(peer, ratio).must(THOUSAND, ratio >= 1000.0));
@@ -144,7 +145,7 @@ pub fn snapshot(options: Options, report: &mut Report) -> Result<()> {
     let runs = options.pick(11, 3);
     let mut all_steps = Vec::new();
     let cost = driver.measure(2, runs, |run| {
-        let blocks = Random(run as u64).distinct(16, size(options) / 4096);
+        let blocks = Random::new(run as u64).distinct(16, size(options) / 4096);
         writer::change(&file, &blocks, run as u64)?;
         let begun = Instant::now();
         driver.snapshot(&format!("snapshot-{run}"), &volume)?;
@@ -237,8 +238,8 @@ fn snapshot_of_host_path(
 /// How long a mounted filesystem is frozen, and the stall of a writer in it.
 fn freeze(options: Options, report: &mut Report) -> Result<()> {
     let driver = Driver::start(64 << 30)?;
-    let volume = driver.volume("ext4", size(options), Capability::Ext4)?;
-    let file = driver.publish(&volume, Capability::Ext4)?.join("file");
+    let volume = driver.create(create("ext4", size(options), ext4()))?;
+    let file = driver.publish_as(&volume, ext4())?.join("file");
     std::fs::File::create_new(&file)?;
     let pages: u64 = options.pick(16 << 10, 1 << 10);
     writer::fill(&file, pages * 4096)?;

@@ -7,8 +7,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Result;
+use support::random::Random;
 
-use crate::kernel::{self, Random};
+use crate::kernel;
 use crate::load::{self, Load, LoadResult};
 use crate::report::{Report, Row};
 use crate::stats::{bytes, digits, grouped, time};
@@ -249,7 +250,7 @@ impl Course {
     }
 
     fn snapshot(self, subject: &Subject, number: usize) -> Result<Taken> {
-        let blocks = Random(number as u64).distinct(STALL_BLOCKS, self.size / 4096);
+        let blocks = Random::new(number as u64).distinct(STALL_BLOCKS, self.size / 4096);
         let stalled = writer::write_during(subject.device(), &blocks, number as u64, || {
             let begun = Instant::now();
             subject.snapshot(&format!("after-{number}"))?;

@@ -36,10 +36,7 @@ fn policy(entries: &[Value]) -> String {
 
 fn started<'a>(cluster: &'a Cluster, entries: &[Value]) -> Rig<'a> {
     let document = policy(entries);
-    let rig = Rig::started(cluster, &With { policy: Some(&document), ..With::default() });
-    rig.configure(false);
-    rig.wait_until_judging();
-    rig
+    Rig::new(cluster, With { policy: Some(&document), ..With::default() })
 }
 
 /// A change of a pod's spec.
@@ -197,21 +194,6 @@ fn is_for(rule: &PolicyRule, resource: &str) -> bool {
 }
 
 #[test]
-fn without_a_webhook_pods_that_may_defer_are_refused() {
-    let Some(cluster) = shared() else { return };
-    let class = runtime_class(cluster);
-    let mut rig = started(cluster, &[]);
-    let volume = claimed("any");
-    rig.make(&rig.apps, &of_class(&volume, &class, |_| ())).unwrap();
-    rig.served.process.stop();
-    let refused = rig.make(&rig.apps, &of_class(&volume, &class, |_| ()));
-    assert_refused(refused, &["failed calling webhook", "mutate-deferral"]);
-    rig.make(&rig.apps, &pod(&volume)).unwrap();
-    let scratch = json!({ "name": "v", "emptyDir": {} });
-    rig.make(&rig.apps, &of_class(&scratch, &class, |_| ())).unwrap();
-}
-
-#[test]
 fn an_inline_volume_is_deferred_in_addition_to_named_ones() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
@@ -320,30 +302,4 @@ fn content_volumes_and_raw_devices_are_not_deferred() {
         container.insert("volumeDevices".into(), devices);
     });
     assert_eq!(named(rig.make(&rig.apps, &device)), None);
-}
-
-#[test]
-fn an_invalid_entry_is_rejected_with_its_position() {
-    let Some(cluster) = shared() else { return };
-    let class = runtime_class(cluster);
-    let rig = started(cluster, &[entry("", &class)]);
-    let pod = of_class(&rig.volume(json!({})), &class, |_| ());
-    assert_eq!(named(rig.dry(&rig.apps, &pod)), yes());
-    let mut unknown = entry("", &class);
-    unknown["fsgroup"] = true.into();
-    let mut policyless = entry("", &class);
-    policyless["fsGroupChangePolicies"] = json!([]);
-    for (entries, place) in [
-        (vec![unknown], "deferral[0]"),
-        (vec![policyless], "deferral[0].fsGroupChangePolicies"),
-        (vec![entry("", &class), entry("", &class)], "deferral[1].storageClass"),
-        (vec![entry("A_b", &class)], "deferral[0].storageClass"),
-    ] {
-        rig.policy(&policy(&entries));
-        cluster.wait_for(&format!("the complaint of {place}"), || {
-            // The previous policy still applies. The map is read on demand.
-            assert_eq!(named(rig.dry(&rig.apps, &pod)), yes());
-            rig.served.process.log().contains(place).then_some(())
-        });
-    }
 }

@@ -27,9 +27,8 @@ fn guarded(cluster: &Cluster) -> Rig<'_> {
     let apply = PatchParams::apply("test");
     cluster.block_on(classes.patch(CLASS, &apply, &Patch::Apply(&object))).unwrap();
     let document = format!("deferral: [{{storageClass: \"\", runtimeClass: {CLASS}}}]");
-    let rig = Rig::started(cluster, &With { policy: Some(&document), ..With::default() });
-    rig.configure(true);
-    rig.wait_until_judging();
+    let with = With { policy: Some(&document), without_mutating: true, ..With::default() };
+    let rig = Rig::new(cluster, with);
     let mut all = shipped_webhooks("ValidatingWebhookConfiguration").into_iter();
     let of_path = |one: &Value| one["clientConfig"]["service"]["path"] == VALIDATE_DEFERRAL;
     let webhook = rig.here(all.find(of_path).expect("the webhook"), &rig.apps);
@@ -38,7 +37,7 @@ fn guarded(cluster: &Cluster) -> Rig<'_> {
     let api = cluster.api::<ValidatingWebhookConfiguration>();
     cluster.block_on(api.patch(&rig.configuration, &PatchParams::default(), &add)).unwrap();
     cluster.wait_for("the webhook", || {
-        let refused = make(&rig, &pod(Some("none")), true).err()?;
+        let refused = rig.dry(&rig.apps, &pod(Some("none"))).err()?;
         refused.contains("is not a volume of the pod").then_some(())
     });
     rig
@@ -60,26 +59,24 @@ fn pod(named: Option<&str>) -> Value {
                 "name": "c", "image": "x",
                 "resources": { "requests": { "cpu": "10m" } },
                 "volumeMounts": [{ "name": "claim", "mountPath": "/c" }, { "name": "own", "mountPath": "/o" }],
-                "volumeDevices": [{ "name": "raw", "devicePath": "/dev/raw" }],
+                "volumeDevices": [
+                    { "name": "raw", "devicePath": "/dev/raw" },
+                    { "name": "both", "devicePath": "/dev/both" },
+                ],
+            }, {
+                "name": "e", "image": "x",
+                "volumeMounts": [{ "name": "both", "mountPath": "/b" }],
             }],
             "volumes": [
                 { "name": "claim", "persistentVolumeClaim": of_claim("c") },
                 { "name": "generic", "ephemeral": { "volumeClaimTemplate": template } },
                 { "name": "own", "csi": { "driver": "other.example" } },
                 { "name": "raw", "persistentVolumeClaim": of_claim("r") },
+                { "name": "both", "persistentVolumeClaim": of_claim("b") },
                 { "name": "scratch", "emptyDir": {} },
             ],
         },
     })
-}
-
-fn make(rig: &Rig<'_>, pod: &Value, dry_run: bool) -> Result<Pod, String> {
-    let mut pod = pod.clone();
-    pod["metadata"]["name"] = rig.cluster.unique("pod").into();
-    let params = PostParams { dry_run, ..PostParams::default() };
-    let pod = serde_json::from_value(pod).unwrap();
-    let made = rig.cluster.block_on(rig.pods(&rig.apps).create(&params, &pod));
-    made.map_err(|error| error.to_string())
 }
 
 /// Patches a subresource, or the pod itself if it is empty.
@@ -115,8 +112,8 @@ const STAYS: &[&str] = &["422", "cannot be removed while the pod exists"];
 fn only_volumes_that_a_runtime_can_mount_are_accepted() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
-    for good in [None, Some(""), Some("claim"), Some(" claim , generic,own,")] {
-        make(&rig, &pod(good), true).unwrap();
+    for good in [None, Some(""), Some("claim"), Some(" claim , generic,own,"), Some("both")] {
+        rig.dry(&rig.apps, &pod(good)).unwrap();
     }
     for (bad, error) in [
         ("claim,none", "\"none\" is not a volume of the pod"),
@@ -124,7 +121,7 @@ fn only_volumes_that_a_runtime_can_mount_are_accepted() {
         ("raw", "\"raw\" cannot be deferred: the pod's containers use it as a raw block device"),
         ("Claim", "\"Claim\" is not a volume of the pod"),
     ] {
-        assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, error]);
+        assert_refused(rig.dry(&rig.apps, &pod(Some(bad))), &["422", ANNOTATION, error]);
     }
     assert!(rig.page("/metrics").contains("webhook=\"validate_deferral\",verdict=\"refused\""));
 }
@@ -135,16 +132,16 @@ fn a_pod_without_a_policy_entry_cannot_opt_in() {
     let rig = guarded(cluster);
     let mut plain = pod(Some("claim"));
     plain["spec"].as_object_mut().unwrap().remove("runtimeClassName");
-    assert_refused(make(&rig, &plain, true), &["403", ANNOTATION, "runtimeClassName"]);
-    make(&rig, &pod(Some("claim")), true).unwrap();
+    assert_refused(rig.dry(&rig.apps, &plain), &["403", ANNOTATION, "runtimeClassName"]);
+    rig.dry(&rig.apps, &pod(Some("claim"))).unwrap();
     rig.policy("deferral: []");
     cluster.wait_for("the policy without entries", || {
-        let refused = make(&rig, &pod(Some("claim")), true).err()?;
+        let refused = rig.dry(&rig.apps, &pod(Some("claim"))).err()?;
         (refused.contains("403") && refused.contains(CLASS)).then_some(())
     });
     // A pod without the annotation needs no entry.
-    make(&rig, &pod(None), true).unwrap();
-    make(&rig, &pod(Some("")), true).unwrap();
+    rig.dry(&rig.apps, &pod(None)).unwrap();
+    rig.dry(&rig.apps, &pod(Some(""))).unwrap();
 }
 
 #[test]
@@ -153,7 +150,7 @@ fn volumes_are_added_until_initialization_and_kept() {
     let rig = guarded(cluster);
     // Through the pod and its status: both can change annotations.
     for way in ["", "status"] {
-        let made = make(&rig, &pod(None), false).unwrap().name_any();
+        let made = rig.make(&rig.apps, &pod(None)).unwrap().name_any();
         let set = |to: Option<&str>| patch(&rig, &made, way, &naming(to));
         assert_refused(set(Some("none")), &["422", "is not a volume of the pod"]);
         assert_eq!(named(&set(Some("claim")).unwrap()), Some("claim"), "{way}");
@@ -170,7 +167,7 @@ fn volumes_are_added_until_initialization_and_kept() {
             "the same volumes"
         );
         // One request with both changes: the previous state decides.
-        let other = make(&rig, &pod(None), false).unwrap().name_any();
+        let other = rig.make(&rig.apps, &pod(None)).unwrap().name_any();
         let mut both = initialised();
         both["metadata"] = naming(Some("claim"))["metadata"].take();
         let after = patch(&rig, &other, "status", &both).unwrap();
@@ -178,7 +175,7 @@ fn volumes_are_added_until_initialization_and_kept() {
         assert_refused(patch(&rig, &other, way, &naming(Some("own,claim"))), &["initialized"]);
     }
     // By replacing the whole object.
-    let made = make(&rig, &pod(Some("claim")), false).unwrap();
+    let made = rig.make(&rig.apps, &pod(Some("claim"))).unwrap();
     let mut bare = made.clone();
     bare.metadata.annotations = None;
     let (pods, name, params) = (rig.pods(&rig.apps), made.name_any(), PostParams::default());
@@ -206,7 +203,7 @@ fn a_binding_cannot_change_the_annotation() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
     for legacy in [false, true] {
-        let made = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
+        let made = rig.make(&rig.apps, &pod(Some("claim"))).unwrap().name_any();
         let at = if legacy { "bindings".to_owned() } else { format!("pods/{made}/binding") };
         for value in ["", "claim,own", "claim"] {
             let error = bind(&rig, &made, &at, json!({ ANNOTATION: value }));
@@ -225,7 +222,7 @@ fn a_binding_cannot_change_the_annotation() {
 fn subresources_cannot_change_the_annotation() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
-    let made = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
+    let made = rig.make(&rig.apps, &pod(Some("claim"))).unwrap().name_any();
     let container = json!({ "name": "d", "image": "x" });
     let grown = json!({ "name": "c", "resources": { "requests": { "cpu": "20m" } } });
     for (way, spec) in [
@@ -249,17 +246,17 @@ fn subresources_cannot_change_the_annotation() {
 fn without_a_webhook_annotation_changes_are_refused() {
     let Some(cluster) = shared() else { return };
     let mut rig = guarded(cluster);
-    let plain = make(&rig, &pod(None), false).unwrap().name_any();
-    let opted = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
+    let plain = rig.make(&rig.apps, &pod(None)).unwrap().name_any();
+    let opted = rig.make(&rig.apps, &pod(Some("claim"))).unwrap().name_any();
     rig.served.process.stop();
     let away = &["failed calling webhook", "validate-deferral"];
-    assert_refused(make(&rig, &pod(Some("claim")), false), away);
+    assert_refused(rig.make(&rig.apps, &pod(Some("claim"))), away);
     assert_refused(patch(&rig, &plain, "", &naming(Some("claim"))), away);
     assert_refused(patch(&rig, &opted, "status", &naming(None)), away);
     let to_own = bind(&rig, &opted, "bindings", json!({ ANNOTATION: "own" }));
     assert_refused(to_own, away);
 
-    make(&rig, &pod(None), false).unwrap();
+    rig.make(&rig.apps, &pod(None)).unwrap();
     for pod in [&plain, &opted] {
         let change = |way: &str, change: Value| patch(&rig, pod, way, &change).unwrap();
         let grown = json!({ "name": "c", "resources": { "requests": { "cpu": "20m" } } });
@@ -347,5 +344,5 @@ fn hostile_opt_ins_are_handled_and_block_no_client() {
     refused(&review("Pod", "UPDATE", with(json!([]), ""), many), "cannot be removed");
     let log = rig.served.process.log();
     assert!(!log.contains("panic"), "{log}");
-    make(&rig, &pod(Some("claim")), true).unwrap();
+    rig.dry(&rig.apps, &pod(Some("claim"))).unwrap();
 }

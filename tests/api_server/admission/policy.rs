@@ -18,9 +18,7 @@ fn the_policy_of_each_namespace_is_enforced() {
     let document = format!(
         "default: {{maxSize: 10Gi}}\nnamespaces:\n  {closed}: {{allowed: false}}\n  {small}: {{maxSize: 1Gi}}\n"
     );
-    let rig = Rig::started(cluster, &With { policy: Some(&document), ..With::default() });
-    rig.configure(false);
-    rig.wait_until_judging();
+    let rig = Rig::new(cluster, With { policy: Some(&document), ..With::default() });
     let sized = |size: &str| pod(&rig.volume(json!({ "size": size })));
     rig.make(&open, &sized("10Gi")).unwrap();
     rig.make(&open, &pod(&rig.volume(json!({})))).unwrap();
@@ -128,9 +126,7 @@ fn a_namespace_must_have_the_volume_profiles_level() {
     let document = format!(
         "volumeProfile: privileged\ndefaultPodSecurity: privileged\nnamespaces: {{{named}: {{allowed: true}}}}\n"
     );
-    let rig = Rig::started(cluster, &With { policy: Some(&document), ..With::default() });
-    rig.configure(false);
-    rig.wait_until_judging();
+    let rig = Rig::new(cluster, With { policy: Some(&document), ..With::default() });
     let volume = rig.volume(json!({ "size": "1Mi" }));
     let words = ["403", "spec.volumes[0].csi.driver", "privileged", &baseline, "baseline", ENFORCE];
     assert_refused(rig.make(&baseline, &pod(&volume)), &words);

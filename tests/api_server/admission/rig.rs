@@ -3,7 +3,6 @@
 use std::ops::{Deref, DerefMut};
 
 use csi_loopback::kubernetes::client::{Rate, connect_as_user_once};
-use csi_loopback::kubernetes::tls;
 use k8s_openapi::api::admissionregistration::v1::{
     MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
 };
@@ -14,7 +13,8 @@ use serde_json::{Value, json};
 
 use support::cluster::Cluster;
 use support::cluster::admission::{Webhooks, set_policy};
-use support::cluster::sidecar::http;
+use support::cluster::sidecar::http_at;
+use support::cluster::tls::post;
 
 pub use support::cluster::admission::With;
 
@@ -149,27 +149,14 @@ impl<'a> Rig<'a> {
         (output.status.success(), String::from_utf8(output.stderr).unwrap())
     }
 
-    pub fn ca_bundle(&self, mutating: bool) -> Option<String> {
-        let client = match mutating {
-            true => {
-                let api = self.cluster.api::<MutatingWebhookConfiguration>();
-                let found = self.cluster.get(&api, &self.configuration)?;
-                found.webhooks?.remove(0).client_config
-            }
-            false => {
-                let api = self.cluster.api::<ValidatingWebhookConfiguration>();
-                let found = self.cluster.get(&api, &self.configuration)?;
-                found.webhooks?.remove(0).client_config
-            }
-        };
-        String::from_utf8(client.ca_bundle?.0).ok().filter(|pem| !pem.is_empty())
+    pub fn ca_bundle(&self) -> Option<String> {
+        let api = self.cluster.api::<ValidatingWebhookConfiguration>();
+        let webhook = self.cluster.get(&api, &self.configuration)?.webhooks?.remove(0);
+        String::from_utf8(webhook.client_config.ca_bundle?.0).ok().filter(|pem| !pem.is_empty())
     }
 
     pub fn page(&self, page: &str) -> String {
-        match std::net::TcpStream::connect(("127.0.0.1", self.served.http_port)) {
-            Ok(_) => http(&self.served, page),
-            Err(_) => String::new(),
-        }
+        http_at(self.served.http_port, page).unwrap_or_default()
     }
 
     pub fn is_healthy(&self) -> bool {
@@ -227,20 +214,6 @@ pub fn assert_refused<T: std::fmt::Debug>(made: Result<T, String>, words: &[&str
 
 /// The response to a request of a separate client.
 pub fn posted(rig: &Rig<'_>, path: &str, body: &str) -> String {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let pem = rig.ca_bundle(false).unwrap();
-    assert!(tls::client_config(pem.as_bytes()).is_ok());
-    let sent = format!(
-        "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n\
-         Content-Length: {}\r\n\r\n{body}",
-        body.len()
-    );
-    rig.cluster.block_on(async {
-        let mut stream = support::cluster::tls::connect(rig.served.port, &pem).await;
-        // The request may be refused before it is sent completely.
-        let _ = stream.write_all(sent.as_bytes()).await;
-        let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer).await;
-        String::from_utf8_lossy(&answer).into_owned()
-    })
+    let pem = rig.ca_bundle().unwrap();
+    rig.cluster.block_on(post(rig.served.port, &pem, path, body))
 }

@@ -1,4 +1,4 @@
-//! The webhooks as a service: outages, their own namespace, new certificates, hostile clients.
+//! The webhooks as a service: dry runs, certificates, hostile clients.
 
 use support::cluster::shared;
 
@@ -15,35 +15,6 @@ use super::rig::{Rig, With, assert_refused, pod, posted};
 use support::abuse::{Protocol, while_abused};
 use support::cluster::tls::Authority;
 use support::path;
-
-#[test]
-fn without_a_webhook_pods_of_the_driver_are_refused() {
-    let Some(cluster) = shared() else { return };
-    let mut rig = Rig::new(cluster, With::default());
-    let volume = rig.volume(json!({}));
-    let before = rig.make(&rig.apps, &pod(&volume)).unwrap().name_any();
-    rig.served.process.stop();
-    assert_refused(rig.make(&rig.apps, &pod(&volume)), &["failed calling webhook"]);
-    assert_refused(rig.debug(&before, "d", None), &["failed calling webhook"]);
-    let mut other = volume.clone();
-    other["csi"]["driver"] = "other.example".into();
-    for free in [other, json!({ "name": "v", "emptyDir": {} })] {
-        rig.make(&rig.apps, &pod(&free)).unwrap();
-    }
-    let mut bare = pod(&volume);
-    bare["spec"]["volumes"] = Value::Null;
-    bare["spec"]["containers"][0]["volumeMounts"] = Value::Null;
-    rig.make(&rig.apps, &bare).unwrap();
-}
-
-#[test]
-fn the_webhooks_own_namespace_is_exempt() {
-    let Some(cluster) = shared() else { return };
-    let mut rig = Rig::new(cluster, With::default());
-    cluster.account(&rig.home, "default");
-    rig.served.process.stop();
-    rig.make(&rig.home, &pod(&rig.volume(json!({ "size": "wrong" })))).unwrap();
-}
 
 #[test]
 fn dry_runs_are_reviewed_and_store_nothing() {
@@ -78,7 +49,7 @@ fn a_provided_certificate_is_served() {
     let validating = cluster.api::<ValidatingWebhookConfiguration>();
     cluster.block_on(validating.patch(name, &params, &patch)).unwrap();
     rig.allowed_once(&rig.apps, &volume);
-    assert_eq!(rig.ca_bundle(false), Some(authority.pem()));
+    assert_eq!(rig.ca_bundle(), Some(authority.pem()));
 }
 
 #[test]

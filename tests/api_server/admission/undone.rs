@@ -5,10 +5,9 @@ use support::cluster::shared;
 
 use axum::Router;
 use csi_loopback::kubernetes::admission::{Allowed, Refusal, ReviewRequest, Set, Webhook};
-use csi_loopback::kubernetes::https::{self, Bounds, Limits, refuse_in_text};
+use csi_loopback::kubernetes::https::Limits;
 use csi_loopback::kubernetes::pod::Pod;
-use csi_loopback::kubernetes::tls::{self, Certificates};
-use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
+use csi_loopback::telemetry::shutdown::Phase;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use serde_json::json;
@@ -17,7 +16,7 @@ use tokio::sync::watch;
 
 use super::rig::{Rig, With, assert_refused, pod};
 use support::cluster::Cluster;
-use support::cluster::tls::Authority;
+use support::cluster::tls::{Authority, serve};
 
 const LIMITS: Limits = Limits { body: 7 << 20, request: Duration::from_secs(4) };
 
@@ -43,23 +42,9 @@ impl<'a> Undoing<'a> {
         let authority = Authority::new("undoing");
         let directory = TempDir::with_prefix_in("undoing-", cluster.scratch()).unwrap();
         let certificate = authority.certify(directory.path(), "undoing");
-        let command = <tls::Args as clap::Args>::augment_args(clap::Command::new("x"));
-        let matches = command.try_get_matches_from(["x"]).unwrap();
-        let args = <tls::Args as clap::FromArgMatches>::from_arg_matches(&matches).unwrap();
-        let (certificates, _) =
-            Certificates::from_files(&certificate.file, &certificate.key).unwrap();
-        let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let judge = |_: ReviewRequest<Pod>| async { Ok::<_, Refusal>(undo()) };
         let routes = Router::new().route("/", Webhook::of::<Pod>(LIMITS.request).route(judge));
-        let routes = Bounds::new(LIMITS, "test").around(routes, refuse_in_text);
-        let (phase, shutdown) = Shutdown::manual();
-        let port = cluster.block_on(async {
-            let listener = tls::listen(0).await.unwrap();
-            let port = listener.local_addr().unwrap().port();
-            let incoming = tls::incoming(listener, "test", config, shutdown.clone());
-            tokio::spawn(https::serve(incoming, routes, LIMITS.request, shutdown));
-            port
-        });
+        let (port, phase) = serve(cluster, &certificate, routes, LIMITS);
         // Webhooks are called in the order of their configurations' names.
         let configuration = cluster.unique("undoing");
         assert!(configuration > rig.configuration);

@@ -60,7 +60,7 @@ fn kubectl_create_prints_the_response() {
 fn all_three_apis_report_the_same_extents() {
     let Some(cluster) = shared() else { return };
     let fixed = ["--block-metadata-type", "fixed", "--block-size", "8Ki"];
-    for driver in [&[][..], &fixed] {
+    for (driver, style) in [(&[][..], "VARIABLE_LENGTH"), (&fixed, "FIXED_LENGTH")] {
         let whole = Whole::new(cluster, driver);
         whole.write(1, [0, 7, 8, 9, 100]);
         whole.snapshot("first");
@@ -79,6 +79,7 @@ fn all_three_apis_report_the_same_extents() {
             ]
             .map(|api| whole.listed(&[question, api].concat()));
             assert_eq!(session, released, "{question:?}");
+            assert_eq!(released["block_metadata_type"], style);
             for field in ["extents", "extent_count", "volume_capacity_bytes"] {
                 assert_eq!(paged[field], released[field], "{question:?}: {field}");
             }

@@ -3,5 +3,5 @@
 //! aggregated_surface, snapshot_delta_flow and cbt_http.
 
 mod answers;
-mod rig;
+pub mod rig;
 mod troubles;

@@ -17,7 +17,7 @@ use support::cluster::Cluster;
 use support::cluster::access::{Account, backup_rules, rule, sidecar_rules};
 use support::cluster::aggregated::{Aggregated, path_in};
 use support::cluster::cbt_http::cbt_http_rules;
-use support::cluster::manager::{self, Start, manager_rules};
+use support::cluster::manager;
 use support::cluster::programs::{Served, free_port, stdout_of};
 use support::cluster::rig;
 use support::cluster::session::session_rules;
@@ -86,7 +86,7 @@ impl<'a> Whole<'a> {
         let place =
             Place { cluster, base: &base, home: &home, own: &own, certificate: &certificate };
         let sidecar = place.sidecar(cbt_http, found_at);
-        let manager = sessions_manager(cluster);
+        let manager = manager::start(cluster);
         let backup = cluster.account(&base.namespace, "backup");
         cluster.grant(&backup, &backup_rules());
         let ours = [
@@ -215,15 +215,6 @@ fn sidecars_account(cluster: &Cluster, home: &str) -> Account {
     cluster.grant(&own, &[sidecar_rules(), cbt_http_rules(), vec![kept]].concat());
     cluster.grant_in(home, &own, &session_rules(&["get", "list", "watch"]));
     own
-}
-
-fn sessions_manager(cluster: &Cluster) -> Served {
-    let home = cluster.namespace("manager");
-    let account = cluster.account(&home, "manager");
-    cluster.grant(&account, &manager_rules());
-    let kubeconfig = cluster.kubeconfig_of(&account);
-    let start = Start { kubeconfig: &kubeconfig, namespace: &home, flags: &[], ahead: None };
-    manager::spawn(cluster, &start)
 }
 
 /// The listing without its duration.

@@ -1,6 +1,5 @@
 //! Errors as clients see them.
 
-use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
 use nix::sys::signal::Signal;
 use serde_json::json;
 use support::cluster::shared;
@@ -57,22 +56,6 @@ fn a_rate_limited_user_learns_when_to_retry() {
     assert!((1..=100).contains(&wait), "{wait}");
     // Another user is not limited.
     whole.ask(&cluster.client(), &spec).unwrap();
-}
-
-#[test]
-fn a_failure_of_the_driver_is_reported_in_the_status() {
-    let Some(cluster) = shared() else { return };
-    let fault = "stream-abort,after=0,code=INTERNAL,method=GetMetadataAllocated,times=1";
-    let whole = Whole::new(cluster, &["--enable-faults", "--fault", fault]);
-    whole.snapshot("monday");
-    let spec = json!({ "targetVolumeSnapshotName": "monday" });
-    let status = whole.ask(&cluster.client(), &spec).unwrap().status.unwrap();
-    assert_eq!(status.state, State::Failed);
-    assert!(status.error.contains("INTERNAL"), "{}", status.error);
-    assert_eq!(
-        whole.ask(&cluster.client(), &spec).unwrap().status.unwrap().state,
-        State::Completed
-    );
 }
 
 /// A listing of many pages that is in progress.

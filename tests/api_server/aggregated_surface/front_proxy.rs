@@ -1,6 +1,5 @@
 //! Authentication: only the API server is trusted, whatever headers another client sends.
 
-use std::time::Duration;
 use support::cluster::shared;
 
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -37,7 +36,7 @@ fn a_forged_header_is_refused() {
         ("a server's certificate", Some(ours("front-proxy", ServerAuth))),
     ];
     for (what, shown) in &forged {
-        for path in [APIS, "/apis", "/openapi/v2", &path_in("apps")] {
+        for path in ["/", "/version", "/metrics", APIS, "/apis", "/openapi/v2", &path_in("apps")] {
             assert_eq!(rig.status(shown.as_ref(), path, MASTER), 401, "{what}: {path}");
         }
         // A token does not help either.
@@ -45,9 +44,12 @@ fn a_forged_header_is_refused() {
         let token = format!("Authorization: Bearer {token}\r\n");
         assert_eq!(rig.status(shown.as_ref(), APIS, &token), 401, "{what}");
     }
+    assert_eq!(rig.status(None, "/healthz", ""), 200, "a probe has no certificate");
     let real = rig.front_proxy();
     assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
     assert_eq!(rig.status(Some(&ours("front-proxy", ClientAuth)), APIS, MASTER), 200);
+    let version = rig.send_directly(Some(&real), &get("/version", MASTER));
+    assert!(version.contains("\"gitVersion\":\"v"), "{version}");
     // The headers must name a user.
     assert_eq!(rig.status(Some(&real), APIS, ""), 401);
     assert_eq!(rig.status(Some(&real), APIS, "X-Remote-Group: system:masters\r\n"), 401);
@@ -100,23 +102,6 @@ fn the_front_proxys_authority_follows_the_config_map() {
 }
 
 #[test]
-fn only_health_is_served_without_authentication() {
-    let Some(cluster) = shared() else { return };
-    let rig = Aggregated::start(cluster, &[]);
-    for path in ["/healthz", "/livez", "/readyz"] {
-        let answer = rig.send_directly(None, &get(path, ""));
-        assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("\r\nok"), "{answer}");
-    }
-    for path in ["/", "/version", "/apis", "/openapi/v3", "/metrics", APIS, &path_in("apps")] {
-        let answer = rig.send_directly(None, &get(path, ""));
-        assert!(answer.starts_with("HTTP/1.1 401"), "{path}: {answer}");
-        assert!(answer.contains("\"kind\":\"Status\""), "{path}: {answer}");
-    }
-    let version = rig.send_directly(Some(&rig.front_proxy()), &get("/version", MASTER));
-    assert!(version.contains("\"gitVersion\":\"v"), "{version}");
-}
-
-#[test]
 fn the_last_config_map_applies_during_an_outage() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
@@ -135,7 +120,7 @@ fn the_last_config_map_applies_during_an_outage() {
 
 #[test]
 #[ignore = "full tier"]
-fn garbage_and_slow_clients_block_no_other_client() {
+fn garbage_is_refused_and_many_groups_are_not() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
     let real = rig.front_proxy();
@@ -150,28 +135,6 @@ fn garbage_and_slow_clients_block_no_other_client() {
     let groups: String = (0..600).map(|at| format!("X-Remote-Group: g{at:030}\r\n")).collect();
     let many = rig.status(Some(&real), APIS, &format!("X-Remote-User: a\r\n{groups}"));
     assert_eq!(many, 200);
-    // Silent clients, and clients that send half a head or half a body.
-    let post = format!(
-        "POST {} HTTP/1.1\r\nHost: x\r\nX-Remote-User: a\r\nContent-Length: 500\r\n\r\nxxx",
-        path_in("apps")
-    );
-    let mut slow = Vec::new();
-    for sent in ["", &post[..40], &post].repeat(40) {
-        slow.push(cluster.block_on(async {
-            let mut stream = rig.connect(Some(&real)).await;
-            stream.write_all(sent.as_bytes()).await.unwrap();
-            stream
-        }));
-    }
-    assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
-    // Their connections are closed.
-    for mut stream in slow {
-        let gone = cluster.block_on(async {
-            let mut answer = Vec::new();
-            tokio::time::timeout(Duration::from_secs(60), stream.read_to_end(&mut answer)).await
-        });
-        assert!(gone.is_ok(), "a slow client is kept for ever");
-    }
     assert!(rig.served.process.ended().is_none());
     assert!(!rig.served.process.log().contains("panic"));
 }

@@ -43,15 +43,23 @@ fn only_a_valid_token_for_this_driver_is_accepted() {
     let body = serde_json::to_vec(&request).unwrap();
     let (bearer, basic) = (format!("Bearer {good}"), format!("Basic {good}"));
     let bearer = ("authorization", bearer.as_str());
-    for headers in
-        [&[][..], &[("authorization", "Bearer")], &[("authorization", &basic)], &[bearer, bearer]]
-    {
+    for headers in [
+        &[][..],
+        &[("authorization", "Bearer")],
+        &[("authorization", &basic)],
+        &[("authorization", &good)],
+        &[bearer, bearer],
+    ] {
         let reply = desk.send(&rig.replica, POST, headers, body.clone());
         assert_eq!((reply.status, reply.problem().kind), (401, ProblemKind::Unauthenticated));
         let info = desk.send(&rig.replica, (Method::GET, PATH), headers, "");
         assert_eq!(info.status, 401);
     }
-    assert_eq!(desk.post(&rig.replica, &good, &request).status, 200);
+    for scheme in ["Bearer", "bearer", "BEARER "] {
+        let value = format!("{scheme} {good}");
+        let reply = desk.send(&rig.replica, POST, &[("authorization", &value)], body.clone());
+        assert_eq!(reply.status, 200, "{scheme}");
+    }
 }
 
 #[test]
@@ -138,11 +146,24 @@ fn invalid_bodies_are_refused_without_their_content() {
     let bearer = format!("Bearer {}", rig.desk.token());
     let send =
         |body: Vec<u8>| rig.desk.send(&rig.replica, POST, &[("authorization", &bearer)], body);
-    let quoted = format!("{{\"secrets\":\"{SECRET}\"}}");
-    let twice = format!("{{\"driver\":\"{SECRET}\",\"driver\":\"x\"}}");
     let deep = "[".repeat(1 << 20);
-    for body in ["", "null", "{", "[]", "\u{0}", &quoted, &twice, &deep] {
-        let reply = send(body.into());
+    let page = r#"{"driver":"d","targetSnapshotId":"t","limit":"#;
+    for body in [
+        "",
+        "null",
+        "{",
+        "[]",
+        "\u{0}",
+        &deep,
+        r#""SECRET""#,
+        r#"{"secrets":"SECRET"}"#,
+        r#"{"SECRET":1}"#,
+        r#"{"driver":"SECRET","driver":"x"}"#,
+        &format!("{page}\"SECRET\"}}"),
+        &format!("{page}-1}}"),
+        &format!("{page}1,\"offset\":18446744073709551616}}"),
+    ] {
+        let reply = send(body.replace("SECRET", SECRET).into());
         let problem = reply.problem();
         assert_eq!((reply.status, problem.kind), (400, ProblemKind::Invalid), "{problem:?}");
         assert!(!problem.message.contains(SECRET), "{problem:?}");

@@ -1,12 +1,10 @@
 //! Several replicas: one serves pages, and the others fail their readiness probe.
 
 use csi_loopback::kubernetes::cbt_http::ProblemKind;
-use nix::sys::signal::Signal;
 use support::cluster::shared;
 
 use super::rig::{Replica, Rig};
 
-const SHORT: [&str; 2] = ["--cbt-http-lease-duration", "2s"];
 /// So long that no test waits for its end.
 const LONG: [&str; 2] = ["--cbt-http-lease-duration", "10m"];
 
@@ -38,32 +36,6 @@ fn only_the_leader_serves_and_is_ready() {
     // Only authorized callers learn that another replica leads.
     let refused = rig.desk.post(&standby, "x", &request);
     assert_eq!(refused.status, 401);
-}
-
-#[test]
-fn a_standby_takes_over_when_the_leader_is_killed() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, &[], &SHORT);
-    let (first, second) = rig.sample();
-    let standby = standby(&rig, &SHORT);
-    let page = rig.desk.page(&rig.replica, &rig.desk.page_request(&first, &second, 0, 3));
-    rig.replica.served.process.signal(Signal::SIGKILL);
-    let next = rig.desk.page_request(&first, &second, page.next.unwrap(), 4096);
-    // Until then callers must retry.
-    let rest = cluster.wait_for("the standby answers", || {
-        let reply = rig.desk.ask(&standby, &next);
-        match reply.status {
-            200 => Some(reply.page()),
-            _ => {
-                assert_eq!(reply.problem().kind, ProblemKind::Unavailable);
-                assert!(standby.is_well());
-                None
-            }
-        }
-    });
-    assert!(standby.leads());
-    let all = page.changed_blocks.len() + rest.changed_blocks.len();
-    assert_eq!(all, rig.desk.all(&standby, (&first, &second), 0, 4096).len());
 }
 
 #[test]

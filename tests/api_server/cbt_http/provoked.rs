@@ -260,6 +260,7 @@ fn an_invalid_page_of_a_driver_is_an_error() {
         (vec![block(3, 512), block(2, 512)], "", "must be ascending"),
         (vec![block(3, 512), block(3, 512)], "", "must be ascending"),
         (vec![block(u64::MAX, 512)], "", "past the end"),
+        (vec![block(1 << 62, 2)], "", "past the end"),
         (vec![block(3, 512)], "x".repeat(5000).as_str(), "4096 bytes"),
     ] {
         *case.lock().unwrap() = (blocks, token.to_owned());

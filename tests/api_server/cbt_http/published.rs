@@ -91,22 +91,6 @@ fn the_discovery_is_published_and_maintained() {
 }
 
 #[test]
-fn a_discovery_may_name_a_service() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[]);
-    for address in ["cbt.drivers.svc:8443", "cbt.drivers.svc.cluster.local:8443"] {
-        let _replica = publishing(&rig, address);
-        let made = cluster.wait_for("the discovery", || found(cluster, &rig.desk.driver_name));
-        let config = made.spec.client_config;
-        let service = config.service.unwrap();
-        assert_eq!((service.namespace.as_str(), service.name.as_str()), ("drivers", "cbt"));
-        assert_eq!((service.port, service.path.as_deref()), (Some(8443), Some(PATH)));
-        assert_eq!(config.url, None);
-        cluster.delete(&cluster.api::<DriverDiscovery>(), &rig.desk.driver_name);
-    }
-}
-
-#[test]
 #[ignore = "full tier"]
 fn certificates_are_valid_for_both_hosts() {
     let Some(cluster) = shared() else { return };

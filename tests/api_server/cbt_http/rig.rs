@@ -13,7 +13,7 @@ use support::cluster::access::Account;
 use support::cluster::cbt_http::{Reply, caller_rules, cbt_http_rules, page_request, send};
 use support::cluster::fake_driver::{Answers, Fake};
 use support::cluster::programs::{Served, free_port};
-use support::cluster::sidecar::{http, spawn};
+use support::cluster::sidecar::{http_at, spawn};
 use support::cluster::tls::{Authority, Certificate};
 use support::driver::{Driver, block};
 use support::{BLOCK, MIB, pattern, write_direct};
@@ -39,10 +39,7 @@ impl Replica {
 
 /// The content of its HTTP endpoint, once it is reachable.
 pub fn page_of(replica: &Replica, page: &str) -> String {
-    match std::net::TcpStream::connect(("127.0.0.1", replica.served.http_port)) {
-        Ok(_) => http(&replica.served, page),
-        Err(_) => String::new(),
-    }
+    http_at(replica.served.http_port, page).unwrap_or_default()
 }
 
 /// Everything except the driver, which listens on a given socket.

@@ -62,13 +62,13 @@ impl<'a> Controllers<'a> {
 
     fn act(&mut self) {
         let pods = self.cluster.api_in::<Pod>(self.namespace);
-        let pods = self.cluster.block_on(pods.list(&Default::default())).unwrap().items;
+        let pods = self.cluster.list(&pods);
         self.release(&pods);
         for pod in &pods {
             self.start(pod);
         }
         let claims = self.cluster.api_in::<PersistentVolumeClaim>(self.namespace);
-        let all = self.cluster.block_on(claims.list(&Default::default())).unwrap().items;
+        let all = self.cluster.list(&claims);
         let of_class = |claim: &&PersistentVolumeClaim| {
             claim.spec.as_ref().unwrap().storage_class_name.as_deref() == Some(self.class)
         };
@@ -166,7 +166,7 @@ impl<'a> Controllers<'a> {
     fn delete_volumes(&self) {
         let volumes = self.cluster.api::<PersistentVolume>();
         let claims = self.cluster.api_in::<PersistentVolumeClaim>(self.namespace);
-        for volume in self.cluster.block_on(volumes.list(&Default::default())).unwrap() {
+        for volume in self.cluster.list(&volumes) {
             let (name, spec) = (volume.name_any(), volume.spec.unwrap());
             let Some(source) = spec.csi.filter(|source| source.driver == self.driver_name) else {
                 continue;
@@ -242,9 +242,8 @@ impl<'a> Controllers<'a> {
         });
         let status = json!({ "phase": phase, "containerStatuses": [status] });
         let pods = self.cluster.api_in::<Pod>(self.namespace);
-        let patch = kube::api::Patch::Merge(json!({ "status": status }));
         // It may have been deleted.
-        let _ = self.cluster.block_on(pods.patch_status(pod, &Default::default(), &patch));
+        let _ = self.cluster.merge_at_status(&pods, pod, &json!({ "status": status }));
     }
 
     /// Ends the pods that were deleted.

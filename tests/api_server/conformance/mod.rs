@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use csi_loopback::conformance::{self, Found};
+use csi_loopback::conformance;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
 use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 use k8s_openapi::ByteString;
@@ -21,11 +21,12 @@ use k8s_openapi::api::storage::v1::StorageClass;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
-use support::cluster::access::{Account, shipped};
+use support::cluster::access::Account;
 use support::cluster::sidecar_rig::{AUDIENCE, Rig};
 use support::cluster::tls::Authority;
 use support::cluster::{Cluster, shared};
 use support::driver::{PATIENCE, binary};
+use support::mutants::{assert_fails_only, is_due};
 use support::path;
 
 use controllers::Controllers;
@@ -60,14 +61,7 @@ impl<'a> Judged<'a> {
         let default = json!({ "metadata": { "name": "default" } });
         cluster.create(&cluster.api_in::<ServiceAccount>(&rig.namespace), default);
         let account = cluster.account(&rig.namespace, "csi-loopback-conformance");
-        for object in shipped("deploy/conformance/rbac.yaml") {
-            let rules = || serde_json::from_value::<Vec<_>>(object["rules"].clone()).unwrap();
-            match object["kind"].as_str() {
-                Some("ClusterRole") => drop(cluster.grant(&account, &rules())),
-                Some("Role") => drop(cluster.grant_in(&rig.namespace, &account, &rules())),
-                _ => {}
-            }
-        }
+        cluster.grant_shipped(&rig.namespace, &account, "deploy/conformance/rbac.yaml");
         let kubeconfig = cluster.kubeconfig_of(&account);
         Self { rig, class, account, kubeconfig }
     }
@@ -120,18 +114,13 @@ impl<'a> Judged<'a> {
     /// Nothing of a run remains, neither in the cluster nor in the driver.
     fn assert_nothing_remains(&self) {
         let (cluster, namespace) = (self.rig.cluster, &self.rig.namespace);
-        let claims = cluster.api_in::<PersistentVolumeClaim>(namespace);
-        let claims = cluster.block_on(claims.list(&Default::default())).unwrap().items;
+        let claims = cluster.list(&cluster.api_in::<PersistentVolumeClaim>(namespace));
         assert_eq!(claims.len(), 1, "{claims:#?}");
-        let pods = cluster.api_in::<Pod>(namespace);
-        assert!(cluster.block_on(pods.list(&Default::default())).unwrap().items.is_empty());
-        let snapshots = cluster.api_in::<VolumeSnapshot>(namespace);
-        assert!(cluster.block_on(snapshots.list(&Default::default())).unwrap().items.is_empty());
-        let accounts = cluster.api_in::<ServiceAccount>(namespace);
-        let accounts = cluster.block_on(accounts.list(&Default::default())).unwrap().items;
+        assert!(cluster.list(&cluster.api_in::<Pod>(namespace)).is_empty());
+        assert!(cluster.list(&cluster.api_in::<VolumeSnapshot>(namespace)).is_empty());
+        let accounts = cluster.list(&cluster.api_in::<ServiceAccount>(namespace));
         assert_eq!(accounts.len(), 4, "{accounts:#?}");
-        let volumes = cluster.api::<PersistentVolume>();
-        let volumes = cluster.block_on(volumes.list(&Default::default())).unwrap().items;
+        let volumes = cluster.list(&cluster.api::<PersistentVolume>());
         let is_own = |volume: &&PersistentVolume| {
             let source = volume.spec.as_ref().and_then(|spec| spec.csi.as_ref());
             source.is_some_and(|source| source.driver == self.rig.driver_name)
@@ -164,14 +153,6 @@ const NEIGHBOURS: [&str; 5] = ["sidecar-", "-missing", "-unknown", "offset-", "s
 /// What this driver cannot be judged by through a sidecar.
 const SKIPPED: [&str; 3] = ["deadline", "snapshot-deleted", "status-details"];
 
-fn failed(found: &[Found]) -> Vec<(&'static str, &str)> {
-    let failed = found.iter().filter_map(|(rule, result)| {
-        let seen = result.as_ref().err()?;
-        (!seen.starts_with("skipped: ")).then_some((*rule, seen.as_str()))
-    });
-    failed.collect()
-}
-
 #[test]
 #[ignore = "full tier"]
 fn each_rule_of_a_sidecar_fails_for_its_mutant_and_no_other() {
@@ -180,8 +161,6 @@ fn each_rule_of_a_sidecar_fails_for_its_mutant_and_no_other() {
     let token = cluster.token(&judged.account, Some(AUDIENCE));
     let lenient = Lenient::start(&judged.rig, token, judged.account.user());
     // By the rules of refusals; one by all rules, and the others on the next days.
-    let days = UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400;
-    let is_all = std::env::var("MUTANTS").is_ok_and(|which| which == "all");
     judged.publish(lenient.port, &judged.rig.authority);
     let remaining = judged.acting(|| {
         conformance::repeatedly(&judged.flags(), |judge| {
@@ -195,16 +174,10 @@ fn each_rule_of_a_sidecar_fails_for_its_mutant_and_no_other() {
             for (number, (rule, fault, others)) in MUTANTS.iter().enumerate() {
                 let start = Instant::now();
                 lenient.set(*fault);
-                let is_whole =
-                    is_all || (number as u64 + days).is_multiple_of(MUTANTS.len() as u64);
+                let is_whole = is_due(number, MUTANTS.len() as u64);
                 let found = judge(&|id| is_whole || NEIGHBOURS.iter().any(|one| id.contains(one)));
                 println!("{rule}: {:.1} s", start.elapsed().as_secs_f64());
-                let failed = failed(&found);
-                for (other, seen) in &failed {
-                    let is_named = other == rule || others.contains(other);
-                    assert!(is_named, "{rule} also fails {other}: {seen}");
-                }
-                assert_eq!(failed.len(), 1 + others.len(), "{rule}: {found:#?}");
+                assert_fails_only(&found, rule, others);
             }
         })
     });
@@ -242,8 +215,7 @@ fn an_interrupted_run_removes_what_it_created() {
         let snapshots = cluster.api_in::<VolumeSnapshot>(&judged.rig.namespace);
         let pods = cluster.api_in::<Pod>(&judged.rig.namespace);
         cluster.wait_for("a snapshot and a pod", || {
-            let snapshots = cluster.block_on(snapshots.list(&Default::default())).unwrap().items;
-            let pods = cluster.block_on(pods.list(&Default::default())).unwrap().items;
+            let (snapshots, pods) = (cluster.list(&snapshots), cluster.list(&pods));
             (!snapshots.is_empty() && !pods.is_empty()).then_some(())
         });
         kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();

@@ -13,7 +13,7 @@ const RESTORE: [&str; 4] = ["restore", "b", "--to-claim", "restored"];
 impl Stage<'_> {
     fn claims(&self) -> Vec<String> {
         let claims = self.cluster.api_in::<PersistentVolumeClaim>(&self.namespace);
-        let all = self.cluster.block_on(claims.list(&Default::default())).unwrap();
+        let all = self.cluster.list(&claims);
         all.into_iter().filter_map(|claim| claim.metadata.name).collect()
     }
 

@@ -48,14 +48,14 @@ impl<'s> Controllers<'s> {
 
     fn claims(&self) -> BTreeMap<String, PersistentVolumeClaim> {
         let claims = self.stage.cluster.api_in::<PersistentVolumeClaim>(&self.stage.namespace);
-        let all = self.stage.cluster.block_on(claims.list(&Default::default())).unwrap();
+        let all = self.stage.cluster.list(&claims);
         all.into_iter().map(|claim| (claim.metadata.name.clone().unwrap(), claim)).collect()
     }
 
     /// The PersistentVolumes of the namespace.
     fn volumes(&self) -> Vec<PersistentVolume> {
         let volumes = self.stage.cluster.api::<PersistentVolume>();
-        let all = self.stage.cluster.block_on(volumes.list(&Default::default())).unwrap();
+        let all = self.stage.cluster.list(&volumes);
         let is_here = |volume: &PersistentVolume| {
             let claim = volume.spec.as_ref().and_then(|spec| spec.claim_ref.as_ref());
             claim.is_some_and(|claim| claim.namespace.as_ref() == Some(&self.stage.namespace))
@@ -118,8 +118,7 @@ impl<'s> Controllers<'s> {
         }
         // The command may have deleted it.
         let patch = json!({ "status": { "phase": "Bound" } });
-        let patch = kube::api::Patch::Merge(&patch);
-        let _ = cluster.block_on(claims.patch_status(name, &Default::default(), &patch));
+        let _ = cluster.merge_at_status(&claims, name, &patch);
     }
 
     /// Deletes volumes whose claim is gone, if their policy says so.

@@ -64,7 +64,7 @@ impl<'a> Stage<'a> {
     pub fn content_of(&self, snapshot: &str) -> String {
         let contents = self.cluster.api::<VolumeSnapshotContent>();
         self.cluster.wait_for("the content", || {
-            let all = self.cluster.block_on(contents.list(&Default::default())).unwrap().items;
+            let all = self.cluster.list(&contents);
             let of_snapshot = |one: &VolumeSnapshotContent| {
                 let back = &one.spec.volume_snapshot_ref;
                 let namespace = back.namespace.as_ref();

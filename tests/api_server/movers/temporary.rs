@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
-use k8s_openapi::api::rbac::v1::PolicyRule;
 use serde_json::{Value, json};
 use support::clock::Clock;
 use support::cluster::access::{Account, shipped};
@@ -40,15 +39,7 @@ impl Stage<'_> {
     /// A ServiceAccount with the rights of the example.
     fn backup_account(&self) -> Account {
         let account = self.cluster.account(&self.namespace, "csi-loopback-backup");
-        for object in shipped(EXAMPLE) {
-            let rules =
-                || serde_json::from_value::<Vec<PolicyRule>>(object["rules"].clone()).unwrap();
-            match object["kind"].as_str() {
-                Some("ClusterRole") => drop(self.cluster.grant(&account, &rules())),
-                Some("Role") => drop(self.cluster.grant_in(&self.namespace, &account, &rules())),
-                _ => {}
-            }
-        }
+        self.cluster.grant_shipped(&self.namespace, &account, EXAMPLE);
         account
     }
 
@@ -69,7 +60,7 @@ impl Stage<'_> {
 
     fn snapshots(&self) -> Vec<VolumeSnapshot> {
         let snapshots = self.cluster.api_in::<VolumeSnapshot>(&self.namespace);
-        self.cluster.block_on(snapshots.list(&Default::default())).unwrap().items
+        self.cluster.list(&snapshots)
     }
 
     /// The snapshot that a command takes of a claim, and its content.

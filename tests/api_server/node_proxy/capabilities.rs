@@ -34,8 +34,7 @@ fn in_group(policy: Option<&str>) -> Value {
 fn story_6_a_missing_capability_fails_the_mount() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &PLAIN);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     for turn in 1..=3 {
         let answer = rig.mount(&pod, &claim);
         assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "no capability");
@@ -64,8 +63,7 @@ fn story_6_with_the_driver_of_this_project() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::ours(cluster);
     rig.driver.restart(false);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "a downgraded driver");
     rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
@@ -179,8 +177,7 @@ fn the_group_reaches_the_runtime() {
 fn an_unavailable_driver_is_retried_without_an_event() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let request = rig.publishing_request(&pod, &claim);
     rig.stage(&pod, &claim).unwrap();
     rig.driver.stop();
@@ -196,8 +193,7 @@ fn an_unavailable_driver_is_retried_without_an_event() {
 fn story_5_a_downgrade_stops_stats_and_expansion_only() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     rig.driver.set_capabilities(Some(&PLAIN));
     rig.driver.forget();
@@ -235,8 +231,7 @@ fn claim_by_a_runtime(ops: &Ops, target: &str) {
 fn story_5_with_the_driver_of_this_project() {
     let Some(cluster) = shared() else { return };
     let mut rig: Rig<'_, Ours> = Rig::ours(cluster);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     claim_by_a_runtime(&rig.driver.ops, path(&target));
     assert_eq!(rig.stats(&pod, &claim).unwrap().usage[0].total, 10);
@@ -263,8 +258,7 @@ fn story_5_with_the_driver_of_this_project() {
 fn an_unpublish_has_the_field_without_capabilities() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     rig.driver.refuse("NodeGetCapabilities", Code::Internal, "not now");
     assert_refused(rig.stats(&pod, &claim), Code::Unavailable, "try again", "figures");

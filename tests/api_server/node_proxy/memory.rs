@@ -56,8 +56,7 @@ fn begin(
 fn a_deferred_volume_is_stored_before_the_driver_call() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     rig.stage(&pod, &claim).unwrap();
     let call = begin(&rig, &pod, &claim);
     let target = rig.target(&pod, &claim);
@@ -107,8 +106,7 @@ fn calls_keep_the_field_after_a_proxy_restart() {
 fn a_kubelet_restart_publishes_the_same_volume() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     let before = rig.vol_data(&target);
     rig.mount(&pod, &claim).unwrap();
@@ -129,8 +127,7 @@ fn a_kubelet_restart_publishes_the_same_volume() {
 fn a_node_restart_defers_the_volume_again() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::ours(cluster);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     rig.kill_proxy();
     rig.driver.driver.kill();
@@ -178,8 +175,7 @@ fn an_entry_is_deleted_only_after_unpublish() {
 fn entries_of_deleted_targets_are_removed() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with_flags(cluster, Recorder::start(cluster, &DEFERRING), &OFTEN);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     let (pods, away) = (rig.kubelet().join("pods"), rig.kubelet().join("away"));
     await_rounds(&rig, "first");
@@ -221,8 +217,7 @@ fn the_entry_of_a_running_publish_is_kept() {
 fn a_refused_publish_is_removed_with_its_target() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with_flags(cluster, Recorder::start(cluster, &DEFERRING), &OFTEN);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     rig.driver.refuse("NodePublishVolume", Code::InvalidArgument, "no such option");
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::InvalidArgument, "no such option", "the driver's own words");
@@ -235,8 +230,7 @@ fn a_refused_publish_is_removed_with_its_target() {
 fn stats_and_expansion_also_use_the_staging_path() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     rig.mount(&pod, &claim).unwrap();
     let staging = rig.staging(&claim).unwrap();
     let is_deferred_at = |at: &str| {
@@ -277,28 +271,4 @@ fn two_pods_of_a_volume_are_distinguished_by_target() {
         let request: csi::NodeUnpublishVolumeRequest = rig.driver.last();
         assert_eq!((request.defer_fs_ops, known(&rig)), (deferred, known_then), "{}", pod.name);
     }
-}
-
-#[test]
-fn a_volume_mounted_on_the_host_is_not_deferred() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::ours(cluster);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], None);
-    // The host has mounted the pod's volume, and the pod opts in too late.
-    rig.stage(&pod, &claim).unwrap();
-    let request = rig.publishing_request(&pod, &claim);
-    fs::create_dir_all(rig.target(&pod, &claim).parent().unwrap()).unwrap();
-    rig.call_driver(request.clone()).unwrap();
-    let target = rig.target(&pod, &claim);
-    assert!(is_mounted(&target));
-    rig.opt_in(&pod, "data");
-    rig.wait_until_opted_in(&pod);
-    let answer = rig.call(request);
-    assert_refused(answer, Code::FailedPrecondition, "mounted on the host", "a late opt-in");
-    rig.wait_for_event(&pod, &["mounted on the host", "delete the pod"]);
-    assert_eq!(rig.failures("publish", "mounted_on_host"), 1.0);
-    assert!(rig.vol_data(&target).is_none() && is_mounted(&target));
-    rig.unmount(&pod, &claim);
-    assert!(!target.exists());
 }

@@ -53,8 +53,7 @@ fn named_volumes_of_every_kind_are_deferred() {
 fn another_driver_gets_kubelets_bytes_plus_the_fields() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     rig.mount(&pod, &claim).unwrap();
     let kubelets = rig.publishing_request(&pod, &claim);
     let came = rig.driver.seen_raw("NodePublishVolume").pop().unwrap();

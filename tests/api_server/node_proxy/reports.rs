@@ -3,7 +3,6 @@
 use csi::node_service_capability::rpc::Type;
 use csi_loopback::proto::csi::v1 as csi;
 use prost::Message;
-use serde_json::Value;
 use support::cluster::shared;
 use tonic::Code;
 
@@ -75,8 +74,7 @@ fn volume_health_is_used_without_a_condition() {
     let Some(cluster) = shared() else { return };
     let has = [&DEFERRING[..], &[Type::GetVolumeHealth]].concat();
     let rig = Rig::recording(cluster, &has);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     let reported = || {
         let page = rig.metrics();
@@ -147,37 +145,6 @@ fn driver_errors_reach_kubelet_and_are_counted() {
 }
 
 #[test]
-fn the_proxy_only_watches_pods_and_records_events() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::recording(cluster, &[]);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
-    assert!(rig.mount(&pod, &claim).is_err());
-    rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
-    let is_proxys = |request: &Value| request["user"]["username"] == rig.account.user().as_str();
-    // The log is slightly delayed.
-    let requests = cluster.wait_for("the event's line", || {
-        let all: Vec<Value> = cluster.requests().into_iter().filter(is_proxys).collect();
-        all.iter().any(|one| one["verb"] == "create").then_some(all)
-    });
-    for request in &requests {
-        let (verb, uri) =
-            (request["verb"].as_str().unwrap(), request["requestURI"].as_str().unwrap());
-        match verb {
-            "list" | "watch" => {
-                assert!(uri.starts_with("/api/v1/pods?"), "{uri}");
-                let selector = format!("fieldSelector=spec.nodeName%3D{}", rig.node);
-                assert!(uri.contains(&selector), "{uri}");
-            }
-            "create" => assert_eq!(uri, format!("/api/v1/namespaces/{}/events?", rig.namespace)),
-            _ => panic!("{verb} {uri}"),
-        }
-        let code = request["responseStatus"]["code"].as_i64();
-        assert!(code.is_none_or(|code| code < 400), "{request}");
-    }
-}
-
-#[test]
 fn the_drivers_identity_is_relayed_to_kubelet() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
@@ -200,8 +167,7 @@ fn without_event_permission_mounts_are_still_refused() {
     let recorder = Recorder::start(cluster, &[]);
     let mut rig = Rig::prepare(cluster, recorder, &pods.collect::<Vec<_>>());
     rig.start_proxy();
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "no capability");
     wait_for("a line", || rig.log().contains("failed to record event"));

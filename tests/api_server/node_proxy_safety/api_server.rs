@@ -117,8 +117,7 @@ fn deferred_volumes_work_during_an_outage() {
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "300ms");
         rig.start_proxy();
-        let claim = rig.claim("data");
-        let pod = rig.pod("app", &[&claim], Some("data"));
+        let (claim, pod) = rig.app();
         rig.wait_until_opted_in(&pod);
         let target = rig.mount(&pod, &claim).unwrap();
         rig.kill_proxy();
@@ -147,8 +146,7 @@ fn a_delayed_watch_is_waited_for() {
     rig.wait_until_opted_in(&known);
     // The watch is connected, but delivers nothing.
     cluster.turn(&way, Way::Hanging);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     rig.stage(&pod, &claim).unwrap();
     let request = rig.publishing_request(&pod, &claim);
     fs::create_dir_all(rig.target(&pod, &claim).parent().unwrap()).unwrap();
@@ -166,42 +164,44 @@ fn a_delayed_watch_is_waited_for() {
     rig.unmount(&pod, &claim);
 }
 
+/// Without kubelet's pod info, the watch is enough.
 #[test]
 fn the_proxy_reads_only_pods_of_its_node() {
     let Some(cluster) = shared() else { return };
-    let recorder = Recorder::start(cluster, &PLAIN);
-    let mut rig = Rig::start(cluster, recorder);
-    rig.pod_info = true;
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
-    // A whole life: it fails with an event, is corrected, published, measured, expanded and
-    // unpublished.
-    assert!(rig.mount(&pod, &claim).is_err());
-    rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
-    rig.driver.set_capabilities(Some(&DEFERRING));
-    rig.mount(&pod, &claim).unwrap();
-    rig.stats(&pod, &claim).unwrap();
-    rig.expand(&pod, &claim, 64 * MIB).unwrap();
-    rig.unmount(&pod, &claim);
-    rig.stop_proxy();
-    let user = format!("system:serviceaccount:{}:{}", rig.account.namespace, rig.account.name);
-    let all = cluster.requests();
-    let mine: Vec<_> = all.iter().filter(|one| one["user"]["username"] == user.as_str()).collect();
-    assert!(!mine.is_empty());
-    for one in mine {
-        let (verb, what) = (&one["verb"], &one["objectRef"]["resource"]);
-        let uri = one["requestURI"].as_str().unwrap();
-        let code = one["responseStatus"]["code"].as_u64().unwrap_or(200);
-        // The watch may report the pod during the lookup, which the proxy then cancels.
-        let is_cancelled = one["responseStatus"]["message"] == "context canceled";
-        assert!(code < 400 || (is_cancelled && *verb == "get"), "{one}");
-        match (verb.as_str().unwrap(), what.as_str().unwrap()) {
-            ("list" | "watch", "pods") => {
-                assert!(uri.contains(&format!("spec.nodeName%3D{}", rig.node)), "{uri}");
+    for pod_info in [false, true] {
+        let mut rig = Rig::start(cluster, Recorder::start(cluster, &PLAIN));
+        rig.pod_info = pod_info;
+        let (claim, pod) = rig.app();
+        // A whole life: it fails with an event, is corrected, published, measured, expanded and
+        // unpublished.
+        assert!(rig.mount(&pod, &claim).is_err());
+        rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
+        rig.driver.set_capabilities(Some(&DEFERRING));
+        rig.mount(&pod, &claim).unwrap();
+        rig.stats(&pod, &claim).unwrap();
+        rig.expand(&pod, &claim, 64 * MIB).unwrap();
+        rig.unmount(&pod, &claim);
+        rig.stop_proxy();
+        let (user, mut all) = (rig.account.user(), cluster.requests());
+        all.retain(|one| one["user"]["username"] == user.as_str());
+        assert!(!all.is_empty());
+        for one in all {
+            let (verb, what) = (&one["verb"], &one["objectRef"]["resource"]);
+            let uri = one["requestURI"].as_str().unwrap();
+            let code = one["responseStatus"]["code"].as_u64().unwrap_or(200);
+            // The watch may report the pod during the lookup, which the proxy then cancels.
+            let is_cancelled = one["responseStatus"]["message"] == "context canceled";
+            assert!(code < 400 || (is_cancelled && *verb == "get"), "{one}");
+            match (verb.as_str().unwrap(), what.as_str().unwrap()) {
+                ("list" | "watch", "pods") => {
+                    assert!(uri.contains(&format!("spec.nodeName%3D{}", rig.node)), "{uri}");
+                }
+                ("get", "pods") if pod_info => assert!(uri.contains(&pod.name), "{uri}"),
+                ("create", "events") => {
+                    assert_eq!(uri, format!("/api/v1/namespaces/{}/events?", rig.namespace));
+                }
+                _ => panic!("{one}"),
             }
-            ("get", "pods") => assert!(uri.contains(&pod.name), "{uri}"),
-            ("create", "events") => {}
-            _ => panic!("{one}"),
         }
     }
 }

@@ -46,8 +46,7 @@ fn a_late_opt_in_is_reported_and_not_mounted_twice() {
 fn a_wrong_host_mount_is_unmounted_and_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
-    let claim = rig.claim("data");
-    let pod = rig.pod("app", &[&claim], Some("data"));
+    let (claim, pod) = rig.app();
     let target = rig.mount(&pod, &claim).unwrap();
     // Simulates the driver's mount: the proxy checks the target after each response.
     fs::create_dir_all(&target).unwrap();

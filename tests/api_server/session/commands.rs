@@ -56,8 +56,8 @@ fn certified(cluster: &Cluster) -> Rig<'_> {
 /// The request of the running command.
 fn made(rig: &Rig<'_>) -> Option<String> {
     let api = rig.requests();
-    let all = rig.cluster.block_on(api.list(&Default::default())).unwrap();
-    all.items.into_iter().map(|one| one.name_any()).find(|name| name.starts_with(PREFIX))
+    let all = rig.cluster.list(&api);
+    all.into_iter().map(|one| one.name_any()).find(|name| name.starts_with(PREFIX))
 }
 
 /// The error of a command that must fail and leave no request.

@@ -1,139 +1,76 @@
-//! The causes of failed sessions, one by one (KEP-3314, session design, "The Snapshot Session
-//! Manager").
+//! The causes of failed sessions (KEP-3314, session design, "The Snapshot Session Manager").
 
-use csi_loopback::kubernetes::session::{SessionState, SnapshotServiceConfiguration};
+use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
 use csi_loopback::kubernetes::snapshot::VolumeSnapshotContent;
 use serde_json::json;
 use support::cluster::shared;
 
-use super::rig::{Options, Rig};
+use super::rig::{Options, Rig, a_while};
 
-#[test]
-fn snapshot_missing_fails_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    rig.snapshot("monday");
-    rig.request("backup", &["monday", "tuesday"]);
-    let error = rig.fails("backup", "SnapshotMissing");
-    assert!(error.contains("tuesday") && error.contains("does not exist"), "{error}");
-    assert!(rig.data().is_empty());
+/// A request for these snapshots fails for this reason, with these words in its error.
+#[track_caller]
+fn fails(rig: &Rig<'_>, snapshots: &[&str], reason: &str, words: &[&str]) {
+    let name = rig.cluster.unique("backup");
+    rig.request(&name, snapshots);
+    let error = rig.fails(&name, reason);
+    assert!(words.iter().all(|word| error.contains(word)), "{reason}: {words:?}: {error}");
+    assert!(rig.data().is_empty(), "{reason}");
 }
 
 #[test]
-fn snapshot_deleting_fails_the_request() {
+fn an_unusable_snapshot_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
+    fails(&rig, &["monday", "nothing"], "SnapshotMissing", &["nothing", "does not exist"]);
+    // A permanent obstacle precedes a temporary one.
+    rig.unready(&rig.driver, "waiting");
+    fails(&rig, &["waiting", "nothing"], "SnapshotMissing", &["nothing"]);
+    rig.snapshot_of("other.csi.local", "foreign");
+    fails(&rig, &["monday", "foreign"], "SeveralDrivers", &[&rig.driver, "other.csi.local"]);
+
+    let contents = cluster.api::<VolumeSnapshotContent>();
+    let content = rig.unready(&rig.driver, "long");
+    let status = json!({ "snapshotHandle": "h".repeat(1025), "readyToUse": true });
+    cluster.merge_status(&contents, &content, &status);
+    fails(&rig, &["long"], "DataRefused", &[]);
+
     let finalizers = json!({ "metadata": { "finalizers": ["example.com/stays"] } });
+    let none = json!({ "metadata": { "finalizers": null } });
     cluster.merge(&rig.snapshots(), "monday", &finalizers);
     cluster.delete(&rig.snapshots(), "monday");
-    rig.request("backup", &["monday"]);
-    let error = rig.fails("backup", "SnapshotDeleting");
-    assert!(error.contains("monday"), "{error}");
-    cluster.merge(&rig.snapshots(), "monday", &json!({ "metadata": { "finalizers": null } }));
-}
+    fails(&rig, &["monday"], "SnapshotDeleting", &["monday"]);
+    cluster.merge(&rig.snapshots(), "monday", &none);
 
-#[test]
-fn content_missing_fails_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    let snapshot = rig.snapshot("monday");
-    let paused = cluster.pause("snapshot-controller");
-    let content = snapshot.ready_content().unwrap();
-    let contents = cluster.api::<VolumeSnapshotContent>();
-    cluster.merge(&contents, content, &json!({ "metadata": { "finalizers": null } }));
+    let tuesday = rig.snapshot("tuesday");
+    let _paused = cluster.pause("snapshot-controller");
+    let content = tuesday.ready_content().unwrap();
+    cluster.merge(&contents, content, &none);
     cluster.delete(&contents, content);
-    rig.request("backup", &["monday"]);
-    let error = rig.fails("backup", "ContentMissing");
-    assert!(error.contains(content), "{error}");
-    drop(paused);
+    fails(&rig, &["tuesday"], "ContentMissing", &[content]);
 }
 
 #[test]
-fn several_drivers_fail_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    rig.snapshot("monday");
-    rig.snapshot_of("other.csi.local", "tuesday");
-    rig.request("backup", &["monday", "tuesday"]);
-    let error = rig.fails("backup", "SeveralDrivers");
-    assert!(error.contains(&rig.driver) && error.contains("other.csi.local"), "{error}");
-}
-
-#[test]
-fn no_configuration_fails_the_request() {
+fn an_unusable_configuration_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
+    let configurations = cluster.api::<SnapshotServiceConfiguration>();
     rig.snapshot("monday");
-    rig.request("backup", &["monday"]);
-    let error = rig.fails("backup", "NoConfiguration");
-    assert!(error.contains(&rig.driver), "{error}");
+    fails(&rig, &["monday"], "NoConfiguration", &[&rig.driver]);
     // The name alone is not enough: the configuration is found by its label.
     rig.configure(&rig.driver, "other.csi.local", &rig.driver_home);
-    rig.request("again", &["monday"]);
-    rig.fails("again", "NoConfiguration");
-}
+    fails(&rig, &["monday"], "NoConfiguration", &[&rig.driver]);
+    cluster.delete(&configurations, &rig.driver);
 
-#[test]
-fn several_configurations_fail_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    rig.snapshot("monday");
-    let other = cluster.unique("other");
-    rig.configure(&other, &rig.driver, "default");
-    rig.request("backup", &["monday"]);
-    let error = rig.fails("backup", "SeveralConfigurations");
-    assert!(error.contains(&other), "{error}");
-    cluster.delete(&cluster.api::<SnapshotServiceConfiguration>(), &other);
-}
-
-#[test]
-fn configuration_misnamed_fails_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
-    rig.snapshot("monday");
-    let other = cluster.unique("rogue");
-    rig.configure(&other, &rig.driver, "default");
-    rig.request("backup", &["monday"]);
-    let error = rig.fails("backup", "ConfigurationMisnamed");
-    assert!(error.contains(&other), "{error}");
-    assert!(rig.data().is_empty());
-}
-
-#[test]
-fn namespace_missing_fails_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
+    let rogue = cluster.unique("rogue");
+    rig.configure(&rogue, &rig.driver, "default");
+    fails(&rig, &["monday"], "ConfigurationMisnamed", &[&rogue]);
     rig.configure(&rig.driver, &rig.driver, "no-such-namespace");
-    rig.snapshot("monday");
-    rig.request("backup", &["monday"]);
-    let error = rig.fails("backup", "NamespaceMissing");
-    assert!(error.contains("no-such-namespace"), "{error}");
-}
-
-#[test]
-fn data_refused_a_long_handle_fails_the_request() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    let content = rig.unready(&rig.driver, "monday");
-    let status = json!({ "snapshotHandle": "h".repeat(1025), "readyToUse": true });
-    cluster.merge_status(&cluster.api::<VolumeSnapshotContent>(), &content, &status);
-    rig.request("backup", &["monday"]);
-    rig.fails("backup", "DataRefused");
-    assert!(rig.data().is_empty());
-}
-
-#[test]
-fn a_permanent_obstacle_precedes_a_temporary_one() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    rig.unready(&rig.driver, "monday");
-    rig.request("backup", &["monday", "nothing"]);
-    rig.fails("backup", "SnapshotMissing");
-    // A deleted and recreated snapshot is another snapshot, but not an obstacle.
-    rig.snapshot("tuesday");
-    rig.request("other", &["tuesday"]);
-    rig.wait_for("other", SessionState::Ready);
+    // The manager's watch reports the second one.
+    a_while();
+    fails(&rig, &["monday"], "SeveralConfigurations", &[&rogue]);
+    cluster.delete(&configurations, &rogue);
+    fails(&rig, &["monday"], "NamespaceMissing", &["no-such-namespace"]);
 }
 
 #[test]

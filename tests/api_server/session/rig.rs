@@ -189,8 +189,7 @@ impl<'a> Rig<'a> {
 
     /// All data of the rig's driver.
     pub fn data(&self) -> Vec<SnapshotSessionData> {
-        let api: Api<SnapshotSessionData> = self.cluster.api_in(&self.driver_home);
-        self.cluster.block_on(api.list(&Default::default())).unwrap().items
+        self.cluster.list(&self.cluster.api_in(&self.driver_home))
     }
 
     pub fn data_of(&self, token: &str) -> Option<SnapshotSessionData> {

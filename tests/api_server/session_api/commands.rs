@@ -1,7 +1,7 @@
 //! `snapshot allocated` and `delta --api session`, as a backup application's ServiceAccount, with
 //! the session manager: all parts are real.
 
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 use support::cluster::shared;
@@ -12,15 +12,15 @@ use csi_loopback::kubernetes::session::{
     SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest,
 };
 use k8s_openapi::ByteString;
-use kube::Api;
 use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::rig::{Options, Rig};
+use crate::aggregated_api::rig::listed;
 use support::cluster::Cluster;
 use support::cluster::access::{Account, backup_rules, rule};
-use support::cluster::manager::{self, Start, manager_rules};
-use support::cluster::programs::{Served, stdout_of};
+use support::cluster::manager;
+use support::cluster::programs::Served;
 use support::cluster::sidecar::{AUDIENCE, spawn_at};
 use support::driver::wait_for;
 use support::path;
@@ -46,12 +46,7 @@ impl<'a> Whole<'a> {
             },
         });
         cluster.create(&cluster.api::<SnapshotServiceConfiguration>(), object);
-        let home = cluster.namespace("manager");
-        let account = cluster.account(&home, "manager");
-        cluster.grant(&account, &manager_rules());
-        let kubeconfig = cluster.kubeconfig_of(&account);
-        let start = Start { kubeconfig: &kubeconfig, namespace: &home, flags: &[], ahead: None };
-        let manager = manager::spawn(cluster, &start);
+        let manager = manager::start(cluster);
         let backup = rig.backup();
         cluster.grant(&backup, &backup_rules());
         let ours =
@@ -78,49 +73,11 @@ impl<'a> Whole<'a> {
     #[track_caller]
     fn nothing_left(&self) {
         let cluster = self.rig.cluster;
-        let requests: Api<SnapshotSessionRequest> = cluster.api_in(&self.rig.namespace);
-        let data: Api<SnapshotSessionData> = cluster.api_in(&self.rig.home);
+        let requests = cluster.api_in::<SnapshotSessionRequest>(&self.rig.namespace);
+        let data = cluster.api_in::<SnapshotSessionData>(&self.rig.home);
         cluster.wait_for("nothing is left of the session", || {
-            let requests = cluster.block_on(requests.list(&Default::default())).unwrap();
-            let data = cluster.block_on(data.list(&Default::default())).unwrap();
-            (requests.items.is_empty() && data.items.is_empty()).then_some(())
+            (cluster.list(&requests).is_empty() && cluster.list(&data).is_empty()).then_some(())
         });
-    }
-}
-
-/// The listing without its duration.
-fn listed(output: Output) -> Value {
-    let mut json: Value = serde_json::from_str(&stdout_of(output)).unwrap();
-    for time in ["first_message_seconds", "seconds"] {
-        json.as_object_mut().unwrap().remove(time).unwrap();
-    }
-    json
-}
-
-#[test]
-#[ignore = "full tier"]
-fn a_session_listing_equals_the_released_apis() {
-    let Some(cluster) = shared() else { return };
-    let fixed = ["--block-metadata-type", "fixed", "--block-size", "8Ki"];
-    for (driver, style) in [(&[][..], "VARIABLE_LENGTH"), (&fixed, "FIXED_LENGTH")] {
-        let whole = Whole::with(cluster, driver);
-        whole.rig.write(1, [0, 7, 8, 9, 100]);
-        whole.rig.snapshot("first");
-        whole.rig.write(2, [7, 300, 301]);
-        whole.rig.snapshot("second");
-        for question in [
-            &["allocated", "second"][..],
-            &["delta", "first", "second"],
-            &["delta", "second", "second"],
-            &["allocated", "second", "--starting-offset", "40960", "--max-results", "1"],
-        ] {
-            let released = listed(whole.command(question).output().unwrap());
-            let session = [question, &["--api", "session"]].concat();
-            let session = listed(whole.command(&session).output().unwrap());
-            assert_eq!(session, released, "{question:?}");
-            assert_eq!(session["block_metadata_type"], style);
-            whole.nothing_left();
-        }
     }
 }
 

@@ -116,7 +116,7 @@ fn a_missing_permission_to_read_sessions_is_reported() {
     let token = rig.session(&[&rig.snapshot("first")]);
     rig.ok(allocated(&token, "first"));
     let bindings = cluster.api_in::<RoleBinding>(&rig.home);
-    for binding in cluster.block_on(bindings.list(&Default::default())).unwrap().items {
+    for binding in cluster.list(&bindings) {
         cluster.delete(&bindings, binding.metadata.name.as_deref().unwrap());
     }
     let refused = cluster.wait_for("the right is gone", || {

@@ -48,7 +48,7 @@ fn a_session_of_another_namespace_or_driver_is_refused() {
     assert!(said.iter().all(|one| *one == said[0] && one.0 == Code::Unauthenticated), "{said:?}");
     let release = json!({ "metadata": { "finalizers": null } });
     let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
-    let held = cluster.block_on(sessions.list(&Default::default())).unwrap().items;
+    let held = cluster.list(&sessions);
     for one in held.iter().filter(|one| one.metadata.deletion_timestamp.is_some()) {
         cluster.merge(&sessions, one.metadata.name.as_deref().unwrap(), &release);
     }

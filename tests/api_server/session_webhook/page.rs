@@ -16,7 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsConnector;
 
-use super::Rig;
+use super::{PATH, Rig};
 
 /// The Service of deploy/session-manager, whose host the page names.
 const NAMESPACE: &str = "csi-loopback-sessions";
@@ -79,10 +79,9 @@ fn the_page_of_client_certificates_works_with_a_real_api_server() {
     let services: Api<Service> = cluster.api_in(NAMESPACE);
     let spec = json!({ "type": "ExternalName", "externalName": ADDRESS });
     cluster.create(&services, json!({ "metadata": { "name": SERVICE }, "spec": spec }));
-    let path = "/validate-snapshotsessionrequest";
     rig.configure_as(
         "Fail",
-        json!({ "service": { "namespace": NAMESPACE, "name": SERVICE, "path": path } }),
+        json!({ "service": { "namespace": NAMESPACE, "name": SERVICE, "path": PATH } }),
     );
 
     rig.wait_until_judging();

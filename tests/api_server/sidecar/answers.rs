@@ -51,24 +51,6 @@ fn a_base_may_be_a_handle_or_a_name() {
 }
 
 #[test]
-fn a_name_never_takes_precedence_over_a_handle() {
-    let Some(cluster) = shared() else { return };
-    let mut rig = Rig::new(cluster);
-    rig.write(1, [0]);
-    let first = rig.snapshot("first");
-    rig.write(2, [1]);
-    let second = rig.snapshot("second");
-    rig.write(3, [5]);
-    rig.snapshot("third");
-    // The second VolumeSnapshot has the first one's handle as its name.
-    cluster.adopt_snapshot(&rig.namespace, &first.handle, &rig.driver_name, &second.handle, None);
-    assert_eq!(rig.extents(rig.delta_from(&first.handle, "third")), blocks(&[1, 5]));
-    rig.restart_sidecar(&["--base-reference", "either"]);
-    let request = rig.delta_from(&first.handle, "third");
-    rig.refused(request, Code::InvalidArgument, "base_snapshot_id");
-}
-
-#[test]
 fn empty_results_still_report_style_and_capacity() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);

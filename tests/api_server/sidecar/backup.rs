@@ -156,7 +156,7 @@ fn an_interrupted_mover_leaves_no_job() {
         refused(&command.args(flags).output().unwrap(), words);
     }
     let jobs = cluster.api_in::<Job>(&rig.namespace);
-    let all = || cluster.block_on(jobs.list(&Default::default())).unwrap().items;
+    let all = || cluster.list(&jobs);
     let mut command = application.in_cluster(&list, "claim:backups");
     let child: Child = command.stderr(Stdio::piped()).spawn().unwrap();
     let job = cluster.wait_for("the Job", || all().pop());

@@ -12,7 +12,7 @@ use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use support::cluster::access::{Account, backup_rules, rule, sidecar_rules};
 use support::cluster::dialect::{self, Dialect, Driver, Place, VOLUME};
-use support::cluster::manager::{self, Start, manager_rules};
+use support::cluster::manager;
 use support::cluster::movers::Movers;
 use support::cluster::programs::{Served, stdout_of};
 use support::cluster::rig::CLAIM;
@@ -413,12 +413,7 @@ fn every_dialect_is_backed_up_over_its_endpoint() {
 #[test]
 fn two_drivers_have_sessions_of_one_manager() {
     let Some(cluster) = shared() else { return };
-    let home = cluster.namespace("manager");
-    let account = cluster.account(&home, "manager");
-    cluster.grant(&account, &manager_rules());
-    let kubeconfig = cluster.kubeconfig_of(&account);
-    let options = Start { kubeconfig: &kubeconfig, namespace: &home, flags: &[], ahead: None };
-    let _manager = manager::spawn(cluster, &options);
+    let _manager = manager::start(cluster);
     let drivers = [dialect::ALL[0], dialect::ALL[3]].map(|one| Driver::start(cluster, one));
     let stages = [&drivers[0], &drivers[1]].map(|driver| Stage::new(cluster, driver));
     for (driver, stage) in drivers.iter().zip(&stages) {

@@ -87,7 +87,7 @@ impl<'r> Group<'r> {
         let contents = cluster.api::<VolumeSnapshotContent>();
         // The group is ready before its members exist.
         let members = cluster.wait_for("the members", || {
-            let all = cluster.block_on(snapshots.list(&Default::default())).unwrap().items;
+            let all = cluster.list(&snapshots);
             let ready = all.iter().filter(|one| one.ready_content().is_some()).count();
             (ready == CLAIMS.len()).then_some(all)
         });
@@ -138,7 +138,7 @@ impl<'r> Group<'r> {
     /// The names of all claims.
     fn claims(&self) -> Vec<String> {
         let claims = self.rig.cluster.api_in::<PersistentVolumeClaim>(&self.rig.namespace);
-        let all = self.rig.cluster.block_on(claims.list(&Default::default())).unwrap();
+        let all = self.rig.cluster.list(&claims);
         all.into_iter().filter_map(|claim| claim.metadata.name).collect()
     }
 }

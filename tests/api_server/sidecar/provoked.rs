@@ -10,7 +10,7 @@ use support::cluster::Cluster;
 use support::cluster::access::{rule, sidecar_rules};
 use support::cluster::fake_driver::{Fake, Script};
 use support::cluster::programs::Served;
-use support::cluster::sidecar::spawn;
+use support::cluster::sidecar::{http_at, spawn};
 use support::cluster::sidecar_rig::{AUDIENCE, Answer, client_at, collect, http};
 use support::cluster::tls::Authority;
 use support::driver::wait_for;
@@ -48,10 +48,8 @@ impl<'a> Stage<'a> {
         let kubeconfig = cluster.kubeconfig_of(&own);
         let flags = [&["--audience", AUDIENCE, "--log-level", "trace"], more].concat();
         let sidecar = spawn(cluster, &driver.socket, &kubeconfig, &certificate, &flags);
-        wait_for("the HTTP endpoint", || {
-            std::net::TcpStream::connect(("127.0.0.1", sidecar.http_port)).is_ok()
-        });
-        wait_for("it is ready", || http(&sidecar, "/health").starts_with("HTTP/1.1 200"));
+        let health = || http_at(sidecar.http_port, "/health").unwrap_or_default();
+        wait_for("it is ready", || health().starts_with("HTTP/1.1 200"));
         let backup = cluster.account(&namespace, "backup");
         let right = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
         cluster.grant_in(&namespace, &backup, &[right]);
@@ -101,36 +99,19 @@ fn secrets_reach_only_the_driver() {
 }
 
 #[test]
-fn an_unknown_error_is_internal() {
+fn each_end_of_the_drivers_stream_has_its_code() {
     let Some(cluster) = shared() else { return };
-    let stage = Stage::new(cluster, true, Script::Ends(Code::Unknown, "oops".into()));
-    let refused = stage.ask().unwrap_err();
+    let unknown = Script::Ends(Code::Unknown, "oops".into());
+    let refused = Stage::new(cluster, true, unknown).ask().unwrap_err();
     assert_eq!((refused.code(), refused.message()), (Code::Internal, "oops"));
-}
-
-#[test]
-fn an_end_without_a_status_is_an_error() {
-    let Some(cluster) = shared() else { return };
-    let stage = Stage::new(cluster, true, Script::EndsWithoutStatus);
-    let refused = stage.ask().unwrap_err();
-    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
-    assert!(refused.message().contains("the response is incomplete"), "{refused:?}");
-}
-
-#[test]
-fn an_empty_stream_is_relayed() {
-    let Some(cluster) = shared() else { return };
-    let stage = Stage::new(cluster, true, Script::Nothing);
-    assert_eq!(stage.ask().unwrap(), Answer::default());
-}
-
-#[test]
-fn a_too_large_message_states_the_next_step() {
-    let Some(cluster) = shared() else { return };
-    let stage = Stage::new(cluster, true, Script::Large(33 << 20));
-    let refused = stage.ask().unwrap_err();
-    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
-    assert!(refused.message().contains("max_results"), "{refused:?}");
+    for (script, code, words) in [
+        (Script::EndsWithoutStatus, Code::Unavailable, "the response is incomplete"),
+        (Script::Large(33 << 20), Code::ResourceExhausted, "max_results"),
+    ] {
+        let refused = Stage::new(cluster, true, script).ask().unwrap_err();
+        assert_eq!(refused.code(), code, "{words}: {refused:?}");
+        assert!(refused.message().contains(words), "{words}: {refused:?}");
+    }
 }
 
 #[test]

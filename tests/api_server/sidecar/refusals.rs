@@ -26,11 +26,16 @@ type Change = fn(&mut api::GetMetadataDeltaRequest);
 fn a_missing_or_invalid_argument_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
-    let cases: [(&str, Change); 6] = [
+    let cases: [(&str, Change); 11] = [
         ("security_token: is required", |it| it.security_token.clear()),
         ("namespace: is required", |it| it.namespace.clear()),
         ("base_snapshot_id: is required", |it| it.base_snapshot_id.clear()),
         ("target_snapshot_name: is required", |it| it.target_snapshot_name.clear()),
+        ("security_token: is not", |it| it.security_token = "a b".into()),
+        ("security_token: is not", |it| it.security_token = "x".repeat(16_385)),
+        ("namespace: is not", |it| it.namespace = "a.b".into()),
+        ("base_snapshot_id: is not", |it| it.base_snapshot_id = "a\nb".into()),
+        ("base_snapshot_id: is not", |it| it.base_snapshot_id = "x".repeat(1025)),
         ("target_snapshot_name: is not", |it| it.target_snapshot_name = "../first".into()),
         ("max_results: is negative", |it| it.max_results = -1),
     ];
@@ -39,8 +44,12 @@ fn a_missing_or_invalid_argument_is_refused() {
         change(&mut request);
         rig.refused(request, Code::InvalidArgument, words);
     }
+    rig.refused(rig.allocated(""), Code::InvalidArgument, "snapshot_name: is required");
     let counted = "csi_loopback_sidecar_requests_refused_total{reason=\"missing_argument\"} ";
-    assert_eq!(rig.metric(counted), 4.0);
+    assert_eq!(rig.metric(counted), 5.0);
+    let negative =
+        api::GetMetadataDeltaRequest { starting_offset: -1, ..rig.delta("first", "second") };
+    rig.refused(negative, Code::OutOfRange, "starting_offset: is negative");
 }
 
 #[test]
@@ -242,7 +251,7 @@ fn revocations_take_effect_within_the_cache_ttl() {
     assert_eq!(rig.extents(request.clone()), []);
     // The Role's binding is deleted ...
     let bindings = cluster.api_in::<RoleBinding>(&rig.namespace);
-    let own = cluster.block_on(bindings.list(&Default::default())).unwrap().items;
+    let own = cluster.list(&bindings);
     let readers = |binding: &&RoleBinding| {
         let mut subjects = binding.subjects.iter().flatten();
         subjects.any(|subject| subject.name == rig.backup.name)
@@ -383,7 +392,7 @@ fn a_missing_permission_of_the_sidecar_is_named() {
     rig.snapshot("first");
     let bindings = cluster.api::<ClusterRoleBinding>();
     let roles = cluster.api::<ClusterRole>();
-    let all = cluster.block_on(bindings.list(&Default::default())).unwrap().items;
+    let all = cluster.list(&bindings);
     let own = all.iter().find(|binding| {
         let mut subjects = binding.subjects.iter().flatten();
         subjects.any(|it| it.name == "sidecar" && it.namespace.as_deref() == Some(&rig.namespace))

@@ -1,17 +1,15 @@
 //! The released clients, unchanged, and the released sidecar's command line.
 
 use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::process::Command;
 use support::cluster::shared;
 use support::driver::binary;
 
 use support::cluster::access::backup_rules;
 use support::cluster::programs::{Process, Served, free_port, stdout_of};
-use support::cluster::sidecar_rig::{CAPACITY, Options, Rig, http};
-use support::driver::block;
-use support::requests::Source;
-use support::{BLOCK, path, pattern, write_direct};
+use support::cluster::sidecar::http_at;
+use support::cluster::sidecar_rig::{Options, Rig, http};
+use support::path;
 
 const STYLES: [&[&str]; 2] = [
     &["--block-metadata-type", "variable"],
@@ -25,33 +23,15 @@ fn the_released_verifier_accepts_full_and_delta() {
         let rig = Rig::with(cluster, Options { driver: style, ..Options::default() });
         cluster.grant(&rig.backup, &backup_rules());
         let kubeconfig = cluster.kubeconfig_of(&rig.backup);
-        rig.write(1, [0, 7, 8, 9, 500]);
+        let blocks = [0, 7, 8, 9, 500];
+        rig.write(1, blocks);
         let first = rig.snapshot("first");
         rig.write(2, [8, 100, 101]);
         let second = rig.snapshot("second");
         for base in [&[][..], &["-p", "first"], &["-P", &first.handle]] {
-            let name = base.first().unwrap_or(&"-full").trim_start_matches('-').to_owned();
-            verify(&rig, &kubeconfig, &name, base, &second.handle);
+            rig.verify(&kubeconfig, base, &blocks, &second.handle);
         }
     }
-}
-
-/// Lets the verifier rebuild the second snapshot, from nothing or from the first.
-fn verify(rig: &Rig<'_>, kubeconfig: &Path, name: &str, base: &[&str], handle: &str) {
-    let source = rig.driver.copy(&format!("source-{name}"), Source::Snapshot(handle), block());
-    let target = rig.driver.volume(&format!("target-{name}"), CAPACITY, block());
-    let (source_at, target_at) =
-        (rig.driver.publish(&source, &block()), rig.driver.publish(&target, &block()));
-    if !base.is_empty() {
-        for block in [0, 7, 8, 9, 500] {
-            write_direct(&target_at, block * BLOCK, &pattern(1 + block, BLOCK as usize));
-        }
-    }
-    let devices = ["-src", path(&source_at), "-tgt", path(&target_at)];
-    let arguments = [&["-n", &rig.namespace, "-s", "second"], &devices[..], base].concat();
-    stdout_of(rig.cluster.verifier(kubeconfig, &arguments));
-    rig.driver.take_down(&source);
-    rig.driver.take_down(&target);
 }
 
 #[test]
@@ -100,8 +80,7 @@ fn the_released_command_line_starts_this_sidecar() {
     let process = Process::spawn("by-name", command, cluster.scratch());
     rig.sidecar = Served { process, port, http_port };
     cluster.wait_for("it is ready", || {
-        std::net::TcpStream::connect(("127.0.0.1", http_port)).ok()?;
-        http(&rig.sidecar, "/health").starts_with("HTTP/1.1 200").then_some(())
+        http_at(http_port, "/health")?.starts_with("HTTP/1.1 200").then_some(())
     });
     assert!(http(&rig.sidecar, "/numbers").contains("driver_ready 1"));
     assert!(http(&rig.sidecar, "/metrics").starts_with("HTTP/1.1 404"));

@@ -88,8 +88,7 @@ fn not_allowed_without_the_permission_to_create() {
     let rules = without(user_rules(), "volumesnapshotdeltas");
     let rig = Rig::with(cluster, Options { user_rules: rules, ..Options::default() });
     rig.snapshot("monday");
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::NotAllowed);
+    let failure = rig.refused(Cause::NotAllowed, spec("", "monday"));
     assert!(failure.message.contains("create volumesnapshotdeltas.cbt"), "{failure}");
     assert!(rig.endpoint.pages().is_empty());
 }
@@ -125,8 +124,7 @@ fn not_allowed_does_not_reveal_a_secret() {
     rig.snapshot("monday");
     cluster.secret(&rig.apps, "login", &[("key", "value")]);
     let [there, missing] = ["login", "nothing"].map(|name| {
-        let failure = rig.ask(with_secret(name)).unwrap_err();
-        assert_eq!(failure.cause, Cause::NotAllowed, "{failure}");
+        let failure = rig.refused(Cause::NotAllowed, with_secret(name));
         failure.message
     });
     assert_eq!(there.replace("login", "nothing"), missing);
@@ -164,8 +162,10 @@ fn a_refused_token_is_renewed_once() {
     assert!(seen.len() == 3 && seen[1] == token && seen[2] != token);
     // An endpoint that accepts no token is not called forever.
     rig.endpoint.refuse("*");
-    let failure = rig.ask(VolumeSnapshotDeltaSpec { offset: 2, ..spec("", "monday") }).unwrap_err();
-    assert_eq!(failure.cause, Cause::EndpointUnavailable);
+    let failure = rig.refused(
+        Cause::EndpointUnavailable,
+        VolumeSnapshotDeltaSpec { offset: 2, ..spec("", "monday") },
+    );
     assert!(!failure.message.contains(&token), "{failure}");
     assert_eq!(rig.endpoint.pages().len(), 5);
 }
@@ -180,8 +180,7 @@ fn too_many_requests_of_a_user_have_a_retry_delay() {
     rig.answer(spec("", "monday"));
     rig.answer(spec("", "monday"));
     let before = cluster.requests_by(&rig.server.user());
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::TooMany);
+    let failure = rig.refused(Cause::TooMany, spec("", "monday"));
     let seconds = super::rig::details(&failure)["retryAfterSeconds"].as_u64().unwrap();
     assert!((1..=20).contains(&seconds), "{seconds}");
     let reviewed = cluster.requests_by(&rig.server.user()) - before;

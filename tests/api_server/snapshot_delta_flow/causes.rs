@@ -41,12 +41,14 @@ fn invalid_names_and_foreign_secrets_are_refused() {
     let rig = Rig::with(cluster, with_secrets());
     rig.snapshot("monday");
     for (request, field) in [
-        (spec("", "../monday"), "spec.targetVolumeSnapshotName"),
-        (spec("MONDAY", "monday"), "spec.baseVolumeSnapshotName"),
-        (secret_of("login", Some("kube-system")), "spec.secretRef.namespace"),
+        (spec("", ""), "spec.targetVolumeSnapshotName: is required"),
+        (spec("", "../monday"), "spec.targetVolumeSnapshotName: "),
+        (spec("MONDAY", "monday"), "spec.baseVolumeSnapshotName: "),
+        (secret_of("", None), "spec.secretRef.name: is required"),
+        (secret_of("a/b", None), "spec.secretRef.name: "),
+        (secret_of("login", Some("kube-system")), "spec.secretRef.namespace: "),
     ] {
-        let failure = rig.ask(request).unwrap_err();
-        assert_eq!(failure.cause, Cause::Invalid);
+        let failure = rig.refused(Cause::Invalid, request);
         assert!(failure.message.starts_with(field), "{failure}");
     }
     // And a Secret that is not text.
@@ -54,8 +56,10 @@ fn invalid_names_and_foreign_secrets_are_refused() {
         "metadata": { "name": "binary" }, "data": { "key": ByteString(vec![0xff, 0xfe]) },
     });
     cluster.create(&cluster.api_in::<Secret>(&rig.apps), object);
-    let failure = rig.ask(secret_of("binary", Some(&rig.apps))).unwrap_err();
-    assert!(failure.cause == Cause::Invalid && failure.message.contains("UTF-8"), "{failure}");
+    for namespace in [Some(rig.apps.as_str()), Some("")] {
+        let failure = rig.refused(Cause::Invalid, secret_of("binary", namespace));
+        assert!(failure.message.contains("UTF-8"), "{failure}");
+    }
 }
 
 #[test]
@@ -64,8 +68,7 @@ fn snapshot_missing_names_the_snapshot() {
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
     for request in [spec("", "friday"), spec("friday", "monday")] {
-        let failure = rig.ask(request).unwrap_err();
-        assert_eq!(failure.cause, Cause::SnapshotMissing);
+        let failure = rig.refused(Cause::SnapshotMissing, request);
         assert!(failure.message.contains("friday does not exist"), "{failure}");
         let about = json!({ "group": SNAPSHOT_GROUP, "kind": "volumesnapshots", "name": "friday" });
         assert_eq!(details(&failure), about);
@@ -131,8 +134,7 @@ fn base_unfit_refuses_foreign_bases_and_no_order_of_times() {
     rig.answer(spec("monday", "tuesday"));
     let class = cluster.snapshot_class("other.csi.local", &[]);
     cluster.snapshot_with_status(&rig.apps, "other", "other.csi.local", &class, "h");
-    let failure = rig.ask(spec("other", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::BaseUnfit);
+    let failure = rig.refused(Cause::BaseUnfit, spec("other", "monday"));
     assert!(failure.message.contains("other.csi.local"), "{failure}");
 }
 
@@ -141,8 +143,7 @@ fn secret_missing_names_the_secret() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, with_secrets());
     rig.snapshot("monday");
-    let failure = rig.ask(secret_of("login", None)).unwrap_err();
-    assert_eq!(failure.cause, Cause::SecretMissing);
+    let failure = rig.refused(Cause::SecretMissing, secret_of("login", None));
     assert_eq!(details(&failure)["name"], "login");
 }
 
@@ -151,8 +152,7 @@ fn discovery_missing_names_the_driver() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { discovered: false, ..Options::default() });
     rig.snapshot("monday");
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::DiscoveryMissing);
+    let failure = rig.refused(Cause::DiscoveryMissing, spec("", "monday"));
     assert_eq!(
         (&details(&failure)["name"], &details(&failure)["group"]),
         (&json!(rig.driver), &json!(GROUP))
@@ -168,8 +168,7 @@ fn discovery_unusable_without_ca_or_for_another_driver() {
     let rig = Rig::with(cluster, Options { discovered: false, ..Options::default() });
     rig.snapshot("monday");
     rig.discover(&rig.endpoint.url(), "no certificate");
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::DiscoveryUnusable);
+    let failure = rig.refused(Cause::DiscoveryUnusable, spec("", "monday"));
     assert!(failure.message.contains("caBundle"), "{failure}");
     assert!(rig.endpoint.pages().is_empty());
     let authorities = ByteString(rig.authority.pem().into());
@@ -177,8 +176,7 @@ fn discovery_unusable_without_ca_or_for_another_driver() {
     cluster.merge(&cluster.api::<DriverDiscovery>(), &rig.driver, &corrected);
     rig.endpoint.says(problem(ProblemKind::OtherDriver, "here is x.csi.local", None));
     cluster.wait_for("the corrected object", || {
-        let failure = rig.ask(spec("", "monday")).unwrap_err();
-        assert_eq!(failure.cause, Cause::DiscoveryUnusable);
+        let failure = rig.refused(Cause::DiscoveryUnusable, spec("", "monday"));
         failure.message.contains("here is x.csi.local").then_some(())
     });
 }
@@ -189,8 +187,7 @@ fn endpoint_unavailable_unreachable_or_untrusted() {
     let rig = Rig::with(cluster, Options { discovered: false, ..Options::default() });
     rig.snapshot("monday");
     rig.discover(&rig.endpoint.url(), &Authority::new("another").pem());
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::EndpointUnavailable);
+    let failure = rig.refused(Cause::EndpointUnavailable, spec("", "monday"));
     assert!(failure.message.contains("certificate"), "{failure}");
     assert!(rig.endpoint.pages().is_empty(), "the token was sent");
     // A port without a listener.
@@ -199,8 +196,7 @@ fn endpoint_unavailable_unreachable_or_untrusted() {
     } } });
     cluster.merge(&cluster.api::<DriverDiscovery>(), &rig.driver, &corrected);
     cluster.wait_for("the corrected object", || {
-        let failure = rig.ask(spec("", "monday")).unwrap_err();
-        assert_eq!(failure.cause, Cause::EndpointUnavailable);
+        let failure = rig.refused(Cause::EndpointUnavailable, spec("", "monday"));
         failure.message.contains("refused").then_some(())
     });
 }
@@ -210,34 +206,40 @@ fn endpoint_unavailable_for_an_invalid_response() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
-    let block = |offset: u64, size: u64| json!({ "offset": offset, "blockSizeBytes": size });
-    let said = |blocks: &[serde_json::Value], next: Option<u64>| {
-        Reply::Say(json!({ "changedBlocks": blocks, "continue": next }))
+    let request = || VolumeSnapshotDeltaSpec { offset: 10, limit: 3, ..spec("", "monday") };
+    let said = |blocks: &[(u64, u64)]| {
+        let block =
+            |(offset, size): &(u64, u64)| json!({ "offset": offset, "blockSizeBytes": size });
+        Reply::Say(json!({ "changedBlocks": blocks.iter().map(block).collect::<Vec<_>>() }))
     };
     let lies = [
-        page(&[3, 2], None),
-        page(&[2, 2], None),
-        page(&[], Some(0)),
-        page(&[4], Some(4)),
-        page(&(0..257).collect::<Vec<_>>(), None),
-        said(&[block(1, 4096), block(2, 8192)], None),
-        said(&[block(1, 0)], None),
-        said(&[block(u64::MAX, 4096)], None),
-        Reply::Say(json!({ "changedBlocks": "none" })),
-        Reply::Raw(200, "<html>".into(), &[]),
-        Reply::Raw(500, "<html>".into(), &[]),
-        Reply::Raw(302, String::new(), &[(header::LOCATION, "/elsewhere")]),
-        Reply::Raw(200, " ".repeat(2 << 20) + "{}", &[]),
+        (page(&[9], None), "not ascending"),
+        (page(&[12, 11], None), "not ascending"),
+        (page(&[11, 11], None), "not ascending"),
+        (page(&[], Some(10)), "before the end"),
+        (page(&[11], Some(11)), "before the end"),
+        (page(&[10, 11, 12, 13], None), "3 were requested"),
+        (said(&[(10, 4096), (11, 8192)]), "one size"),
+        (said(&[(10, 0)]), "one size"),
+        (said(&[(u64::MAX, 1)]), "past the end"),
+        (said(&[(u64::MAX / 4096, 4096)]), "past the end"),
+        (Reply::Say(json!({ "changedBlocks": "none" })), "cannot be decoded"),
+        (Reply::Raw(200, "<html>".into(), &[]), "cannot be decoded"),
+        (Reply::Raw(500, "<html>".into(), &[]), "HTTP 500"),
+        (Reply::Raw(302, String::new(), &[(header::LOCATION, "/elsewhere")]), "HTTP 302"),
+        (Reply::Raw(200, " ".repeat(2 << 20) + "{}", &[]), "cannot be reached"),
     ];
-    for (at, lie) in lies.into_iter().enumerate() {
+    for (at, (lie, why)) in lies.into_iter().enumerate() {
         rig.endpoint.says(lie);
-        let failure = rig.ask(spec("", "monday")).unwrap_err();
-        assert_eq!(failure.cause, Cause::EndpointUnavailable, "{at}: {failure}");
-        assert!(failure.message.contains(&rig.driver), "{at}: {failure}");
-        assert_eq!(rig.endpoint.pages().len(), at + 1, "{at}: one request");
+        let failure = rig.refused(Cause::EndpointUnavailable, request());
+        assert!(failure.message.contains(&rig.driver), "{why}: {failure}");
+        assert!(failure.message.contains(why), "{why}: {failure}");
+        assert_eq!(rig.endpoint.pages().len(), at + 1, "{why}: one request");
     }
-    rig.endpoint.says(page(&[1], None));
-    rig.answer(spec("", "monday"));
+    for truth in [page(&[], Some(11)), page(&[10, 11, 900], Some(901))] {
+        rig.endpoint.says(truth);
+        rig.answer(request());
+    }
 }
 
 #[test]
@@ -256,25 +258,17 @@ fn each_kind_of_problem_of_an_endpoint_has_its_cause() {
         (ProblemKind::TimedOut, Cause::TimedOut),
     ] {
         rig.endpoint.says(problem(kind, "these are its words", None));
-        let failure = rig.ask(spec("", "monday")).unwrap_err();
-        assert_eq!(failure.cause, cause, "{kind:?}: {failure}");
-        assert!(failure.message.contains("these are its words"), "{failure}");
+        let failure = rig.refused(cause, spec("", "monday"));
+        let message = &failure.message;
+        assert!(
+            message.contains("these are its words") && message.contains(&rig.driver),
+            "{kind:?}"
+        );
     }
     let busy = json!({ "kind": "Busy", "message": "x" }).to_string();
     rig.endpoint.says(Reply::Raw(429, busy, &[(header::RETRY_AFTER, "7")]));
     let failure = rig.ask(spec("", "monday")).unwrap_err();
     assert_eq!(details(&failure)["retryAfterSeconds"], 7, "it says when");
-}
-
-#[test]
-fn unsupported_names_the_driver() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    rig.snapshot("monday");
-    rig.endpoint.says(problem(ProblemKind::Unsupported, "no call", None));
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause.code().as_u16(), 501);
-    assert!(failure.message.contains(&rig.driver), "{failure}");
 }
 
 #[test]
@@ -291,8 +285,7 @@ fn api_server_names_the_missing_permission() {
         let rig = Rig::with(cluster, Options { rules, ..with_secrets() });
         rig.snapshot("monday");
         cluster.secret(&rig.apps, "login", &[("key", "value")]);
-        let failure = rig.ask(secret_of("login", None)).unwrap_err();
-        assert_eq!(failure.cause, Cause::ApiServer, "{failure}");
+        let failure = rig.refused(Cause::ApiServer, secret_of("login", None));
         assert!(failure.message.contains(named), "{failure}");
         assert!(failure.message.contains("the ServiceAccount of the"), "{failure}");
         assert!(failure.message.contains("may not"), "{failure}");
@@ -306,8 +299,7 @@ fn timed_out_after_the_deadline_of_all_steps() {
     let rig = Rig::with(cluster, Options { timeout, ..Options::default() });
     rig.snapshot("monday");
     rig.endpoint.says(Reply::Hang);
-    let failure = rig.ask(spec("", "monday")).unwrap_err();
-    assert_eq!(failure.cause, Cause::TimedOut, "{failure}");
+    rig.refused(Cause::TimedOut, spec("", "monday"));
     // A hanging call does not hold a permit forever.
     rig.endpoint.says(page(&[1], None));
     rig.answer(spec("", "monday"));
@@ -324,8 +316,7 @@ fn too_many_for_a_slow_driver_does_not_block_others() {
     let hanging: Vec<_> = (0..8).map(|offset| rig.begin(request(offset))).collect();
     cluster.wait_for("the calls", || (rig.endpoint.pages().len() == 8).then_some(()));
     rig.endpoint.says(page(&[100], None));
-    let failure = rig.ask(request(99)).unwrap_err();
-    assert_eq!(failure.cause, Cause::TooMany, "{failure}");
+    let failure = rig.refused(Cause::TooMany, request(99));
     assert!(details(&failure)["retryAfterSeconds"].is_u64());
     hanging.iter().for_each(|one| one.abort());
     cluster.wait_for("a place", || rig.ask(request(99)).ok());

@@ -277,6 +277,9 @@ fn an_unusable_discovery_is_reported_alone() {
     discover(cluster, &driver, &format!("https://localhost:1{PATH}"), b"nothing");
     let condition = becomes(cluster, &driver, REACHABLE, "False", "DiscoveryUnusable");
     assert!(condition.message.contains("caBundle"), "{condition:?}");
+    for kind in [CAPABLE, CERTIFICATE] {
+        becomes(cluster, &driver, kind, "Unknown", "DiscoveryUnusable");
+    }
     // An endpoint that never responds does not block the others.
     let authority = Authority::new("cbt-http");
     let (slow, quick) = (endpoint(cluster, &authority), endpoint(cluster, &authority));

@@ -11,14 +11,13 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use csi_loopback::kubernetes::cbt_http::{PATH, PageRequest, Problem, ProblemKind};
-use csi_loopback::kubernetes::https::{self, Bounds, Limits, refuse_in_text};
-use csi_loopback::kubernetes::tls::{self, Certificates};
-use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
+use csi_loopback::kubernetes::https::Limits;
+use csi_loopback::telemetry::shutdown::Phase;
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, watch};
 
 use support::cluster::Cluster;
-use support::cluster::tls::Certificate;
+use support::cluster::tls::{Certificate, serve};
 
 const LIMITS: Limits = Limits { body: 1 << 20, request: Duration::from_secs(120) };
 
@@ -80,23 +79,9 @@ impl Endpoint {
             seen: Mutex::default(),
             refused: Mutex::default(),
         });
-        let command = <tls::Args as clap::Args>::augment_args(clap::Command::new("x"));
-        let matches = command.try_get_matches_from(["x"]).unwrap();
-        let args = <tls::Args as clap::FromArgMatches>::from_arg_matches(&matches).unwrap();
-        let (certificates, _) =
-            Certificates::from_files(&certificate.file, &certificate.key).unwrap();
-        let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let routes =
             Router::new().route(PATH, get(answer).post(answer)).with_state(Arc::clone(&known));
-        let routes = Bounds::new(LIMITS, "test").around(routes, refuse_in_text);
-        let (phase, shutdown) = Shutdown::manual();
-        let port = cluster.block_on(async {
-            let listener = tls::listen(0).await.unwrap();
-            let port = listener.local_addr().unwrap().port();
-            let incoming = tls::incoming(listener, "test", config, shutdown.clone());
-            tokio::spawn(https::serve(incoming, routes, LIMITS.request, shutdown));
-            port
-        });
+        let (port, phase) = serve(cluster, certificate, routes, LIMITS);
         Self { port, known, phase }
     }
 

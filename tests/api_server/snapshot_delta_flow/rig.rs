@@ -219,6 +219,14 @@ impl<'a> Rig<'a> {
         self.ask(spec).unwrap().status.unwrap()
     }
 
+    /// The refusal of a request, which must have this cause.
+    #[track_caller]
+    pub fn refused(&self, cause: Cause, spec: VolumeSnapshotDeltaSpec) -> Failure {
+        let failure = self.ask(spec).unwrap_err();
+        assert_eq!(failure.cause, cause, "{failure}");
+        failure
+    }
+
     /// Repeats the request until it is refused for this cause: caches follow with a delay.
     pub fn fails(&self, cause: Cause, spec: &VolumeSnapshotDeltaSpec) -> Failure {
         self.cluster.wait_for(cause.label(), || {

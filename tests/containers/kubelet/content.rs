@@ -26,8 +26,7 @@ fn end(rig: &NodeRig<'_>, pod: &CreatedPod) {
 #[test]
 #[ignore = "full tier"]
 fn a_pod_reads_its_secret_and_cannot_write_to_it() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let pod = reader(&rig, &json!({}));
     assert_eq!(rig.exec(&pod, "cd /content; cat motd password"), "hellofirst");
     let output = rig.exec(&pod, "echo mine >/content/password; echo mine >/content/another");
@@ -38,12 +37,11 @@ fn a_pod_reads_its_secret_and_cannot_write_to_it() {
 #[test]
 #[ignore = "full tier"]
 fn a_changed_secret_reaches_the_running_pod() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let pod = reader(&rig, &json!({}));
     assert_eq!(rig.exec(&pod, "cat /content/password"), "first");
     rig.secret("keys", &[("password", "second"), ("token", "new")]);
-    cluster.wait_for("the secret's new value in the pod", || {
+    rig.cluster.wait_for("the secret's new value in the pod", || {
         (rig.exec(&pod, "cat /content/password") == "second").then_some(())
     });
     assert_eq!(rig.exec(&pod, "cat /content/token /content/motd"), "newhello");
@@ -53,8 +51,7 @@ fn a_changed_secret_reaches_the_running_pod() {
 #[test]
 #[ignore = "full tier"]
 fn content_belongs_to_the_group_of_the_pod() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let context = json!({ "runAsUser": 1234, "runAsGroup": 1234, "fsGroup": 4321 });
     let pod = reader(&rig, &json!({ "securityContext": context }));
     assert_eq!(
@@ -69,13 +66,12 @@ fn content_belongs_to_the_group_of_the_pod() {
 #[test]
 #[ignore = "full tier"]
 fn the_webhooks_make_a_pods_content_read_only() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
-    let webhooks = Webhooks::start(cluster, rig.driver_name.clone(), &With::default());
-    webhooks.configure(cluster, false, &rig.namespace);
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
+    let webhooks = Webhooks::start(rig.cluster, rig.driver_name.clone(), &With::default());
+    webhooks.configure(rig.cluster, false, &rig.namespace);
     let csi = json!({ "volumeAttributes": { "content/motd": "hello" } });
     let volume = rig.inline("content", csi);
-    cluster.wait_for("the webhooks", || {
+    rig.cluster.wait_for("the webhooks", || {
         let pod = rig.dry_run("tried", std::slice::from_ref(&volume)).ok()?;
         (pod.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
     });

@@ -11,8 +11,7 @@ use support::inline::is_mounted;
 #[test]
 #[ignore = "full tier"]
 fn a_killed_driver_does_not_disturb_pods_with_inline_volumes() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = NodeRig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(NodeRig::new) else { return };
     let pod = rig.run("writer", &[rig.inline("scratch", json!({}))], &json!({}));
     rig.exec(&pod, "echo before >/scratch/file");
     rig.driver.kill();
@@ -30,8 +29,7 @@ fn a_killed_driver_does_not_disturb_pods_with_inline_volumes() {
 #[test]
 #[ignore = "full tier"]
 fn a_pod_deleted_while_kubelet_is_down_leaves_no_volume() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let stays = rig.run("stays", &[rig.inline("scratch", json!({}))], &json!({}));
     let goes = rig.run("goes", &[rig.inline("scratch", json!({}))], &json!({}));
     rig.exec(&stays, "echo before >/scratch/file");
@@ -69,15 +67,14 @@ fn refused(rig: &NodeRig<'_>, words: &[&str]) -> CreatedPod {
 #[test]
 #[ignore = "full tier"]
 fn removing_ephemeral_mode_affects_only_new_inline_volumes() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let old = rig.run("old", &[rig.inline("scratch", json!({}))], &json!({}));
     rig.exec(&old, "echo before >/scratch/file");
     // The modes of a CSIDriver are immutable.
-    let definitions = cluster.api::<CSIDriver>();
-    cluster.delete(&definitions, &rig.driver_name);
-    cluster.wait_until_gone(&definitions, &rig.driver_name);
-    cluster.create(&definitions, definition(&rig.driver_name, Some(&["Persistent"])));
+    let definitions = rig.cluster.api::<CSIDriver>();
+    rig.cluster.delete(&definitions, &rig.driver_name);
+    rig.cluster.wait_until_gone(&definitions, &rig.driver_name);
+    rig.cluster.create(&definitions, definition(&rig.driver_name, Some(&["Persistent"])));
 
     let words = ["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name];
     let new = refused(&rig, &words);

@@ -23,8 +23,7 @@ fn backing(device: &str) -> Option<String> {
 
 #[test]
 fn an_inline_volume_is_writable_and_ends_with_its_pod() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let volume = rig.inline("scratch", json!({ "volumeAttributes": { "size": "64Mi" } }));
     let pod = rig.run("writer", &[volume], &json!({}));
 
@@ -56,8 +55,7 @@ fn an_inline_volume_is_writable_and_ends_with_its_pod() {
 #[test]
 #[ignore = "full tier"]
 fn volumes_with_equal_attributes_are_separate() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let volumes = ["a", "b"].map(|name| {
         rig.inline(name, json!({ "volumeAttributes": { "size": "32Mi" }, "fsType": "ext4" }))
     });
@@ -79,11 +77,10 @@ fn volumes_with_equal_attributes_are_separate() {
 #[test]
 #[ignore = "full tier"]
 fn persistent_and_inline_volumes_work_in_one_pod() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let size = 32 * MIB;
     let id = rig.driver.volume("kept", size, mounted("ext4"));
-    cluster.claim_as("Filesystem", &rig.namespace, "kept", &rig.driver_name, &id, size);
+    rig.cluster.claim_as("Filesystem", &rig.namespace, "kept", &rig.driver_name, &id, size);
     let claim = json!({ "name": "kept", "persistentVolumeClaim": { "claimName": "kept" } });
     let volumes = [rig.inline("scratch", json!({})), claim];
 
@@ -100,7 +97,7 @@ fn persistent_and_inline_volumes_work_in_one_pod() {
     rig.delete(&second);
     rig.wait_until_cleaned_up(&second, &["scratch"]);
     assert!(rig.calls(&["NodeStageVolume", &id]) > 0, "a persistent volume is staged");
-    cluster.wait_for("the persistent volume's unstaging", || {
+    rig.cluster.wait_for("the persistent volume's unstaging", || {
         (rig.calls(&["NodeUnstageVolume", &id]) > 0).then_some(())
     });
 }
@@ -108,8 +105,7 @@ fn persistent_and_inline_volumes_work_in_one_pod() {
 #[test]
 #[ignore = "full tier"]
 fn a_pod_of_any_user_and_group_writes_to_its_volume() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(NodeRig::new) else { return };
     let volume = rig.inline("scratch", json!({}));
     let pods = [
         ("user", json!({ "runAsUser": 1234, "runAsGroup": 1234 }), "1234"),

@@ -22,8 +22,7 @@ fn failed(rig: &Rig<'_>, call: &str) -> u64 {
 #[test]
 #[ignore = "full tier"]
 fn after_a_downgrade_stats_and_expansion_fail_until_the_upgrade() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     // Otherwise kubelet repeats the publish, which fails, and does not expand the volume: see the
     // next test.
     rig.publishes_once();
@@ -31,7 +30,7 @@ fn after_a_downgrade_stats_and_expansion_fail_until_the_upgrade() {
     let watch = rig.watch();
     let pod = rig.run_opted("first");
     assert_served(&rig, &pod);
-    cluster.wait_for("kubelet's statistics", || rig.summary(&pod, "data"));
+    rig.cluster.wait_for("kubelet's statistics", || rig.summary(&pod, "data"));
     rig.restart_driver(false);
     assert_eq!(rig.exec(&pod, "echo after >/data/after; cat /data/after"), "after\n");
     wait_for("kubelet's log message", || {
@@ -46,7 +45,7 @@ fn after_a_downgrade_stats_and_expansion_fail_until_the_upgrade() {
 
     rig.grow("data", &id, LARGER);
     let condition =
-        cluster.wait_for("the claim's condition", || rig.condition("data", "NodeResizeError"));
+        rig.cluster.wait_for("the claim's condition", || rig.condition("data", "NodeResizeError"));
     assert!(condition.contains(CAPABILITY), "{condition}");
     rig.wait_for_event("kubelet", "VolumeResizeFailed", &pod, &[CAPABILITY]);
     assert!(failed(&rig, "expand") > 0);
@@ -54,7 +53,7 @@ fn after_a_downgrade_stats_and_expansion_fail_until_the_upgrade() {
     rig.restart_driver(true);
     wait_for("the capacity of the claim", || rig.capacity("data") == Some(LARGER.to_string()));
     wait_for("the condition's end", || rig.condition("data", "NodeResizeError").is_none());
-    cluster.wait_for("kubelet's statistics", || {
+    rig.cluster.wait_for("kubelet's statistics", || {
         rig.summary(&pod, "data").filter(|(bytes, _)| *bytes > SIZE)
     });
 
@@ -75,8 +74,7 @@ fn after_a_downgrade_stats_and_expansion_fail_until_the_upgrade() {
 #[test]
 #[ignore = "full tier"]
 fn republish_reports_a_downgrade_and_expands_after_the_upgrade() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("first");
@@ -102,8 +100,7 @@ fn republish_reports_a_downgrade_and_expands_after_the_upgrade() {
 #[test]
 #[ignore = "full tier"]
 fn a_pod_created_after_a_downgrade_starts_after_the_upgrade() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     rig.restart_driver(false);
     let id = rig.claim("data", SIZE);
     let volume = rig.inline("data", json!({ "volumeAttributes": { "size": "64Mi" } }));

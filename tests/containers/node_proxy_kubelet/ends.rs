@@ -8,8 +8,7 @@ use support::driver::wait_for;
 #[test]
 #[ignore = "full tier"]
 fn pods_survive_kills_of_kubelet_proxy_driver_and_crust_ops() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("runs");
@@ -54,8 +53,7 @@ fn pods_survive_kills_of_kubelet_proxy_driver_and_crust_ops() {
 #[test]
 #[ignore = "full tier"]
 fn a_pod_deleted_while_kubelet_and_proxy_are_down_is_cleaned_up() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("goes");
@@ -81,8 +79,7 @@ fn a_pod_deleted_while_kubelet_and_proxy_are_down_is_cleaned_up() {
 #[test]
 #[ignore = "full tier"]
 fn pods_start_and_end_once_the_proxy_is_back() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     rig.proxy.kill();
@@ -95,7 +92,7 @@ fn pods_start_and_end_once_the_proxy_is_back() {
     rig.proxy.wait_for_stored(1);
 
     rig.proxy.kill();
-    cluster.delete(&rig.pods(), &pod.name);
+    rig.cluster.delete(&rig.pods(), &pod.name);
     wait_for("kubelet's log message", || {
         let log = rig.kubelet_log();
         let mut lines = log.lines().filter(|line| line.contains(&pod.uid));

@@ -16,8 +16,7 @@ fn kib(rig: &Rig<'_>, pod: &CreatedPod) -> u64 {
 #[test]
 #[ignore = "full tier"]
 fn a_deferred_volume_is_expanded_and_its_claim_updated() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("grows");
@@ -28,7 +27,7 @@ fn a_deferred_volume_is_expanded_and_its_claim_updated() {
     wait_for("the capacity of the claim", || rig.capacity("data") == Some(LARGER.to_string()));
     assert_eq!(rig.condition("data", "NodeResizeError"), None);
     assert_eq!(rig.exec(&pod, "cat /data/file"), "before\n");
-    cluster.wait_for("kubelet's statistics", || {
+    rig.cluster.wait_for("kubelet's statistics", || {
         rig.summary(&pod, "data").filter(|(bytes, _)| *bytes > SIZE)
     });
     rig.delete_and_wait(&pod, &[]);
@@ -39,8 +38,7 @@ fn a_deferred_volume_is_expanded_and_its_claim_updated() {
 #[test]
 #[ignore = "full tier"]
 fn an_unused_claim_is_expanded_when_its_pod_starts() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("before");

@@ -7,40 +7,24 @@ use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use serde_json::json;
 
 use super::rig::{Rig, SIZE};
-use support::MIB;
 use support::cluster::kubelet::CreatedPod;
-use support::cluster::runtime::{assert_served, demanding, device_of};
-use support::driver::{loops_named, wait_for};
+use support::cluster::runtime::{assert_served, demanding};
+use support::driver::wait_for;
 
 #[test]
 #[ignore = "full tier"]
 fn an_opted_in_claim_is_mounted_by_the_runtime_only() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("first");
-    assert_served(&rig, &pod);
-    let device = device_of(&rig, &pod, "main");
-    assert_eq!(
-        (&device, loops_named(&id)),
-        (&device_of(&rig, &pod, "second"), vec![device.clone()])
-    );
+    rig.assert_used(&pod, &id);
     let [stored] = rig.proxy.stored_volumes().try_into().unwrap();
     assert_eq!(
         (&stored["deferFSMount"], &stored["volumeHandle"]),
         (&"true".into(), &id.as_str().into())
     );
     assert!(rig.proxy.number("volumes_published_with_deferred_ops_total ") >= 1);
-    rig.exec(&pod, "dd if=/dev/zero of=/data/large bs=1M count=64 2>/dev/null; sync");
-    let (bytes, used) = cluster.wait_for("kubelet's statistics", || {
-        rig.summary(&pod, "data").filter(|(_, used)| *used >= 64 * MIB)
-    });
-    assert!(bytes > 200 * MIB && bytes <= SIZE && used < 128 * MIB, "{bytes} {used}");
-    // The directory that kubelet creates for the sub-path is not on the volume, and is removed with
-    // the pod.
-    let target = rig.target_of_claim(&pod, "data");
-    assert!(target.join("deep/part").is_dir() && !target.join("init").exists());
     assert_eq!(rig.proxy.number("csi_loopback_deferred_failures_total"), 0);
     rig.delete_and_wait(&pod, &[]);
     rig.wait_until_detached(&id);
@@ -65,8 +49,7 @@ fn source(rig: &Rig<'_>, pod: &CreatedPod, name: &str) -> String {
 #[test]
 #[ignore = "full tier"]
 fn only_the_named_volumes_of_a_pod_are_deferred() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let ids = [rig.claim("left", SIZE), rig.claim("kept", SIZE)];
     let own = || json!({ "volumeAttributes": { "size": "64Mi" } });
     let volumes = [
@@ -89,7 +72,7 @@ fn only_the_named_volumes_of_a_pod_are_deferred() {
         assert!(source(&rig, &pod, name).starts_with("/dev/loop"), "{name}");
         let script = format!("echo {name} >/{name}/file; cat /{name}/file");
         assert_eq!(rig.exec(&pod, &script), format!("{name}\n"));
-        cluster.wait_for("kubelet's statistics", || rig.summary(&pod, name));
+        rig.cluster.wait_for("kubelet's statistics", || rig.summary(&pod, name));
     }
     rig.proxy.wait_for_stored(3);
     assert_eq!(rig.proxy.number("csi_loopback_deferred_volumes "), 3);
@@ -107,8 +90,7 @@ fn only_the_named_volumes_of_a_pod_are_deferred() {
 #[test]
 #[ignore = "full tier"]
 fn files_change_group_only_as_the_pods_policy_requires() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let first = rig.run_opted("first");
@@ -131,13 +113,12 @@ fn files_change_group_only_as_the_pods_policy_requires() {
 #[test]
 #[ignore = "full tier"]
 fn a_pod_can_opt_in_until_its_volumes_exist() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let watch = rig.watch();
     // The claim does not exist yet.
     let pod = rig.create("late", &[rig.claimed("data")], &demanding(&rig.class, "data"));
     let opt_in = json!({ "metadata": { "annotations": { ANNOTATION: "data" } } });
-    cluster.merge(&rig.pods(), &pod.name, &opt_in);
+    rig.cluster.merge(&rig.pods(), &pod.name, &opt_in);
     let id = rig.claim("data", SIZE);
     rig.wait_until_ready(&pod);
     assert_served(&rig, &pod);

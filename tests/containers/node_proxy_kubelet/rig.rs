@@ -19,9 +19,9 @@ use support::cluster::admission::Webhooks;
 use support::cluster::kubelet::CreatedPod;
 use support::cluster::node_proxy::{claim_rules, node_proxy_rules};
 use support::cluster::programs::{Process, free_port};
-use support::cluster::runtime::{self, demanding, shipped_class};
+use support::cluster::runtime::{self, assert_served, demanding, device_of, shipped_class};
 use support::cluster::sidecar::http_at;
-use support::driver::{Driver, binary, expand, wait_for};
+use support::driver::{Driver, binary, expand, loops_named, wait_for};
 use support::{MIB, path};
 
 /// Bytes of most volumes: the minimum of xfs.
@@ -124,6 +124,24 @@ impl<'a> Rig<'a> {
         let pod = self.opted(name, "data", &[self.claimed("data")], &spec);
         self.wait_until_ready(&pod);
         pod
+    }
+
+    /// Checks that all containers of the pod use the claim `data`, which is the volume `id`, that
+    /// kubelet reports its use, and that the host's directory is another one.
+    pub fn assert_used(&self, pod: &CreatedPod, id: &str) {
+        assert_served(self, pod);
+        let device = device_of(self, pod, "main");
+        assert_eq!(device_of(self, pod, "second"), device);
+        assert_eq!(loops_named(id), [device]);
+        self.exec(pod, "dd if=/dev/zero of=/data/large bs=1M count=64 2>/dev/null; sync");
+        let (bytes, used) = self.cluster.wait_for("kubelet's statistics", || {
+            self.summary(pod, "data").filter(|(_, used)| *used >= 64 * MIB)
+        });
+        assert!(bytes > 200 * MIB && bytes <= SIZE && used < 128 * MIB, "{bytes} {used}");
+        // The directory that kubelet creates for the sub-path is not on the volume, and is removed
+        // with the pod.
+        let target = self.target_of_claim(pod, "data");
+        assert!(target.join("deep/part").is_dir() && !target.join("init").exists());
     }
 
     /// Requests a larger claim, and performs the steps of the driver and csi-resizer.

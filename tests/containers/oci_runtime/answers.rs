@@ -57,7 +57,7 @@ fn stats_and_resize_work_while_containers_run() {
                 assert!(of(&node.stats(&target), 0, "total") > of(&before, 0, "total") + 150 * MIB);
             }
             assert_eq!(part.exec(&["cat", "/f"]), "x");
-            watch.end();
+            watch.assert_no_mounts();
             part.delete();
             node.assert_gone(&device, &target);
         }

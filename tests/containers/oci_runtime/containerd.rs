@@ -124,7 +124,7 @@ fn containerd_runs_containers_with_private_volumes() {
             containerd.ctr(&["task", "delete", "one"]).status.success()
         });
         containerd.ctr(&["container", "delete", "one"]);
-        watch.end();
+        watch.assert_no_mounts();
         node.assert_gone(&device, &target);
         let written = node.with_mount(&device, |at| fs::read_to_string(at.join("file")).unwrap());
         assert_eq!(written, "one\n");

@@ -113,8 +113,8 @@ fn signals_reach_a_container_in_the_foreground() {
         let (device, target) = node.volume("v", &[]);
         for mounts in [vec![], vec![bind(target.as_path(), "/v")]] {
             let container = node.container(&mounts);
-            let script =
-                "trap 'echo heard; exit 9' TERM; echo ready; while true; do sleep 0.05; done";
+            let script = "[ ! -d /v ] || echo x >/v/file; trap 'echo heard; exit 9' TERM; \
+                          echo ready; while true; do sleep 0.05; done";
             let container = container.running(&["sh", "-c", script]);
             container.write();
             let mut command = node.command(&node.program);
@@ -129,5 +129,7 @@ fn signals_reach_a_container_in_the_foreground() {
             assert_eq!(output_so_far(), "ready\nheard\n");
         }
         node.assert_gone(&device, &target);
+        let written = node.with_mount(&device, |at| std::fs::read_to_string(at.join("file")));
+        assert_eq!(written.unwrap(), "x\n");
     });
 }

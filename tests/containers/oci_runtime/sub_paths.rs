@@ -86,38 +86,6 @@ fn bind_mounts_of_sub_paths_map_to_the_volume() {
 }
 
 #[test]
-fn links_out_of_the_volume_are_refused() {
-    on_node(|node| {
-        let device = node.device("links", "ext4", 32 * MIB);
-        node.with_mount(&device, |at| {
-            for (link, to) in [
-                ("root", "/"),
-                ("up", ".."),
-                ("etc", "/etc/passwd"),
-                ("proc", "/proc/self/root"),
-                ("lost", "gone"),
-            ] {
-                symlink(to, at.join(link)).unwrap();
-            }
-        });
-        let target = node.stage("links", &info(&device, "ext4", &[]));
-        for (sub, words) in [
-            ("root", "a link leads out of the volume"),
-            ("root/etc", "a link leads out of the volume"),
-            ("up", "a link leads out of the volume"),
-            ("etc", "a link leads out of the volume"),
-            ("proc", "a link leads out of the volume"),
-            ("lost", "dangling link"),
-            ("a/../../b", "contains .."),
-        ] {
-            let message = node.container(&[bind(&target.as_path().join(sub), "/v")]).refused(words);
-            assert!(!message.contains("root:"), "{message}");
-        }
-        node.assert_gone(&device, &target);
-    });
-}
-
-#[test]
 fn links_replaced_during_create_stay_within_the_volume() {
     on_node(|node| {
         let device = node.device("swap", "ext4", 32 * MIB);
@@ -152,11 +120,13 @@ fn links_replaced_during_create_stay_within_the_volume() {
                 within.fetch_or(!mark.is_empty(), Ordering::Relaxed);
             } else {
                 let message = String::from_utf8(output.stderr).unwrap();
-                assert!(
-                    message.contains("a link leads out of the volume")
-                        || message.contains("dangling link"),
-                    "{message}"
-                );
+                // The last: the new directory was removed after it was opened.
+                let expected = [
+                    "a link leads out of the volume",
+                    "dangling link",
+                    "its sub-path of the volume was removed meanwhile",
+                ];
+                assert!(expected.iter().any(|words| message.contains(words)), "{message}");
                 without.store(true, Ordering::Relaxed);
             }
             victim.delete();

@@ -4,35 +4,19 @@ use serde_json::json;
 use support::cluster::shared;
 
 use crate::node_proxy_kubelet::rig::{Rig, SIZE};
-use support::MIB;
 use support::cluster::runtime::{assert_served, demanding, device_of};
-use support::driver::{loops_named, stats};
+use support::driver::stats;
 use support::path;
 
 #[test]
 fn story_1_only_the_runtime_mounts_the_claim() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let _webhooks = rig.webhooks_for_claims();
     let watch = rig.watch();
     let pod = rig.run("first", &[rig.claimed("data")], &demanding(&rig.class, "data"));
     assert_eq!(rig.opt_in(&pod).as_deref(), Some("data"));
-    assert_served(&rig, &pod);
-    let device = device_of(&rig, &pod, "main");
-    assert_eq!(
-        (&device, loops_named(&id)),
-        (&device_of(&rig, &pod, "second"), vec![device.clone()])
-    );
-    rig.exec(&pod, "dd if=/dev/zero of=/data/large bs=1M count=64 2>/dev/null; sync");
-    let (bytes, used) = cluster.wait_for("kubelet's statistics", || {
-        rig.summary(&pod, "data").filter(|(_, used)| *used >= 64 * MIB)
-    });
-    assert!(bytes > 200 * MIB && bytes <= SIZE && used < 128 * MIB, "{bytes} {used}");
-    // The directory that kubelet creates for the sub-path is not on the volume, and is removed with
-    // the pod.
-    let target = rig.target_of_claim(&pod, "data");
-    assert!(target.join("deep/part").is_dir() && !target.join("init").exists());
+    rig.assert_used(&pod, &id);
     assert_eq!(rig.handed_over(), 1);
     rig.delete_and_wait(&pod, &[]);
     rig.wait_until_detached(&id);
@@ -48,8 +32,7 @@ fn story_1_only_the_runtime_mounts_the_claim() {
 #[test]
 #[ignore = "full tier"]
 fn a_volume_without_a_capable_runtime_is_abnormal() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let pod = rig.opted("plain", "data", &[rig.claimed("data")], &json!({}));
     rig.wait_until_ready(&pod);
@@ -66,7 +49,7 @@ fn a_volume_without_a_capable_runtime_is_abnormal() {
         rig.namespace
     );
     let line = format!("volume_stats_health_status_abnormal{{{names}}} 1");
-    cluster.wait_for("the metric of the volume", || rig.proxy.metrics(&line).pop());
+    rig.cluster.wait_for("the metric of the volume", || rig.proxy.metrics(&line).pop());
     // Nothing is written on the host.
     let output = rig.exec(&pod, "echo data >/data/file || echo refused");
     assert!(output.contains("No space left") && output.contains("refused"), "{output}");

@@ -61,8 +61,7 @@ fn entry(rig: &Rig<'_>) -> Value {
 #[test]
 #[ignore = "full tier"]
 fn story_2_the_driver_mounts_what_the_runtime_lacks() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     let webhooks = rig.webhooks_for_claims();
     by_the_runtime(&rig, "all");
@@ -82,8 +81,7 @@ fn story_2_the_driver_mounts_what_the_runtime_lacks() {
 #[test]
 #[ignore = "full tier"]
 fn story_3_the_driver_mounts_what_it_does_not_defer() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
+    let Some(rig) = shared().and_then(Rig::new) else { return };
     let id = rig.claim("data", SIZE);
     // No entry for this StorageClass.
     let webhooks = rig.webhooks(&[rig.entry("of-another-driver"), rig.entry("")]);
@@ -97,8 +95,7 @@ fn story_3_the_driver_mounts_what_it_does_not_defer() {
 #[test]
 #[ignore = "full tier"]
 fn story_4_volumes_are_deferred_after_an_upgrade_only() {
-    let Some(cluster) = shared() else { return };
-    let Some(mut rig) = Rig::new(cluster) else { return };
+    let Some(mut rig) = shared().and_then(Rig::new) else { return };
     rig.restart_driver(false);
     let ids = [rig.claim("data", SIZE), rig.claim("later", SIZE)];
     let webhooks = rig.webhooks(&[]);

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use support::cluster::shared;
 
 use super::rights::exactly;
-use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods};
+use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods, shown};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::stdout_of;
@@ -99,8 +99,7 @@ fn full(name: &str) -> String {
 fn registered(cluster: &Cluster) -> Vec<Value> {
     let mut found = Vec::new();
     for kind in [MUTATING, VALIDATING] {
-        let shown = stdout_of(cluster.kubectl(&["get", kind, WEBHOOKS, "-o", "json"]));
-        let mut shown: Value = serde_json::from_str(&shown).unwrap();
+        let mut shown = shown(cluster, &[kind, WEBHOOKS]);
         found.extend(serde_json::from_value::<Vec<Value>>(shown["webhooks"].take()).unwrap());
     }
     found

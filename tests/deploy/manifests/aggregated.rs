@@ -8,10 +8,12 @@ use support::driver::binary;
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::Api;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::rights::{Right, exactly, holds};
-use super::{NAMESPACE, account, apply, apply_base, deploy, objects, overlay, pods, sidecar};
+use super::{
+    NAMESPACE, account, apply, apply_base, deploy, dry_run, objects, overlay, pods, shown, sidecar,
+};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::{finish, stdout_of};
@@ -140,20 +142,7 @@ fn the_component_cbt_http_enables_deltas_for_a_driver() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     let with = overlay(cluster, "base", "cbt-http");
-    let built: Vec<Value> = {
-        let list = stdout_of(cluster.kubectl(&[
-            "apply",
-            "--server-side",
-            "--validate=strict",
-            "--dry-run=server",
-            "-o",
-            "json",
-            "-k",
-            path(&with),
-        ]));
-        let mut list: Value = serde_json::from_str(&list).unwrap();
-        serde_json::from_value(list["items"].take()).unwrap()
-    };
+    let built = dry_run(cluster, &with);
     let kind = |kind: &str, name: &str| {
         let mut all = built.iter();
         all.find(|one| one["kind"] == kind && one["metadata"]["name"] == name)
@@ -238,10 +227,7 @@ fn the_aggregated_servers_pods_are_admitted_as_restricted() {
 fn pages_have_the_priority_level_workload_low() {
     let Some(cluster) = shared() else { return };
     apply_server(cluster);
-    let get = |what: &[&str]| -> Value {
-        let said = stdout_of(cluster.kubectl(&[&["get", "-o", "json"], what].concat()));
-        serde_json::from_str(&said).unwrap()
-    };
+    let get = |what: &[&str]| shown(cluster, what);
     let schema = get(&["flowschema", "csi-loopback-snapshot-deltas"]);
     let level = schema["spec"]["priorityLevelConfiguration"]["name"].as_str().unwrap();
     assert_eq!(level, "workload-low");
@@ -305,8 +291,7 @@ fn an_apply_keeps_what_the_aggregated_server_has_written() {
     cluster.merge(&secrets, SECRET, &kept);
 
     stdout_of(apply(cluster, &deploy("aggregated-api")));
-    let shown = stdout_of(cluster.kubectl(&["get", "apiservice", API_SERVICE, "-o", "json"]));
-    let shown: Value = serde_json::from_str(&shown).unwrap();
+    let shown = shown(cluster, &["apiservice", API_SERVICE]);
     assert_eq!(shown["spec"]["caBundle"], bundle);
     assert_eq!(shown["spec"]["service"]["name"], SERVER);
     assert_eq!(cluster.get(&secrets, SECRET).unwrap().data.unwrap()["tls.crt"].0, b"kept");

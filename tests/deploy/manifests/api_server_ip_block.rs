@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use support::cluster::programs::stdout_of;
 use support::path;
 
-use super::{admission, aggregated, apply, deploy, overlay, pods};
+use super::{admission, aggregated, apply, deploy, dry_run, overlay, pods};
 
 const COMPONENT: &str = "api-server-ip-block";
 
@@ -36,13 +36,9 @@ fn the_ip_block_admits_only_the_given_addresses() {
             serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
         text["resources"].as_array_mut().unwrap().push(json!("api-server.yaml"));
         std::fs::write(&file, text.to_string()).unwrap();
-        let apply = ["apply", "--server-side", "--validate=strict", "--dry-run=server"];
-        let all = stdout_of(
-            cluster.kubectl(&[&apply[..], &["--output=json", "-k", path(&with)]].concat()),
-        );
-        let all: Value = serde_json::from_str(&all).unwrap();
+        let all = dry_run(cluster, &with);
         // The list of addresses is not an object of the cluster.
-        let policy = pods::only(all["items"].as_array().unwrap(), "NetworkPolicy");
+        let policy = pods::only(&all, "NetworkPolicy");
         let ingress = policy["spec"]["ingress"].as_array().unwrap();
         assert_eq!(ingress.len(), 1, "{directory}: {policy}");
         assert_eq!(ingress[0]["from"], blocks, "{directory}");

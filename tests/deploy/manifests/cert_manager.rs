@@ -2,11 +2,7 @@
 
 use support::cluster::shared;
 
-use serde_json::Value;
-use support::cluster::programs::stdout_of;
-use support::path;
-
-use super::{overlay, pods};
+use super::{kustomized, overlay, pods};
 
 #[test]
 fn with_cert_manager_each_role_serves_its_certificate() {
@@ -28,9 +24,7 @@ fn with_cert_manager_each_role_serves_its_certificate() {
         ),
     ] {
         let with = overlay(cluster, directory, &format!("cert-manager/{component}"));
-        let text = stdout_of(cluster.kubectl(&["kustomize", path(&with)]));
-        let all = text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap());
-        let all: Vec<Value> = all.collect();
+        let all = kustomized(cluster, &with);
         let certificate = pods::only(&all, "Certificate");
         let metadata = &certificate["metadata"];
         let mut found = all.iter().filter_map(|object| {

@@ -4,10 +4,8 @@
 use support::cluster::shared;
 
 use serde_json::{Value, json};
-use support::cluster::programs::stdout_of;
-use support::path;
 
-use super::{deploy, directories};
+use super::{deploy, directories, kustomized};
 
 /// A destination of a connection.
 #[derive(Clone, Copy)]
@@ -39,9 +37,7 @@ fn policies_allow_dns_of_nodelocal_cache_and_openshift() {
     let Some(cluster) = shared() else { return };
     let mut seen = 0;
     for directory in directories() {
-        let rendered = stdout_of(cluster.kubectl(&["kustomize", path(&deploy(&directory))]));
-        for object in rendered.split("\n---\n") {
-            let policy: Value = serde_saphyr::from_str(object).unwrap();
+        for policy in kustomized(cluster, &deploy(&directory)) {
             let egress = policy["spec"]["egress"].as_array();
             if policy["kind"] != "NetworkPolicy" || egress.is_none_or(Vec::is_empty) {
                 continue;

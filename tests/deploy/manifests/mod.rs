@@ -65,6 +65,20 @@ fn apply(cluster: &Cluster, directory: &Path) -> Output {
     cluster.kubectl(&["apply", "--server-side", "--validate=strict", "-k", path(directory)])
 }
 
+/// The objects that an apply writes.
+fn dry_run(cluster: &Cluster, directory: &Path) -> Vec<Value> {
+    let apply = ["apply", "--server-side", "--validate=strict", "--dry-run=server", "-o", "json"];
+    let list = stdout_of(cluster.kubectl(&[&apply[..], &["-k", path(directory)]].concat()));
+    let mut list: Value = serde_json::from_str(&list).unwrap();
+    serde_json::from_value(list["items"].take()).unwrap()
+}
+
+/// The objects that kustomize makes of a directory.
+fn kustomized(cluster: &Cluster, directory: &Path) -> Vec<Value> {
+    let text = stdout_of(cluster.kubectl(&["kustomize", path(directory)]));
+    text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap()).collect()
+}
+
 fn apply_base(cluster: &Cluster) {
     stdout_of(apply(cluster, &deploy("base")));
 }
@@ -105,10 +119,15 @@ fn overlay_of(cluster: &Cluster, name: &str, directory: &str, components: &[&str
     overlay
 }
 
+/// What `kubectl get` returns.
+fn shown(cluster: &Cluster, what: &[&str]) -> Value {
+    let text = stdout_of(cluster.kubectl(&[&["get", "-o", "json"], what].concat()));
+    serde_json::from_str(&text).unwrap()
+}
+
 /// The objects of a directory, as the API server returns them.
 fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
-    let list = stdout_of(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
-    let mut list: Value = serde_json::from_str(&list).unwrap();
+    let mut list = shown(cluster, &["-k", path(&deploy(directory))]);
     match list["items"].take() {
         Value::Array(items) => items,
         // kubectl prints a single object without a list.

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::pods::{are_known, only};
 use super::rights::{Right, SIDECAR, SIDECAR_AT_HOME, exactly, holds};
 use super::runtime::{argument, container, on_node, socket};
-use super::{NAMESPACE, account, apply, deploy, objects, overlay, sidecar};
+use super::{NAMESPACE, account, apply, deploy, objects, overlay, shown, sidecar};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::stdout_of;
@@ -204,16 +204,7 @@ fn the_node_proxy_serves_the_driver_of_another_provider() {
     // The provider's manifests are unchanged, except for the registrar's sockets.
     let file = path(&deploy(OTHER)).to_owned() + "/driver.yaml";
     stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", &file]));
-    let shown = stdout_of(cluster.kubectl(&[
-        "get",
-        "-n",
-        OTHERS,
-        "daemonset",
-        "block-csi-node",
-        "-o",
-        "json",
-    ]));
-    let mut given: Value = serde_json::from_str(&shown).unwrap();
+    let mut given = shown(cluster, &["-n", OTHERS, "daemonset", "block-csi-node"]);
     given["spec"]["template"]["spec"]["containers"][1]["args"] =
         container(driver, "node-driver-registrar")["args"].clone();
     assert_eq!(given["spec"], driver["spec"]);

@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 
 use super::sessions::{MANAGERS, apply_sessions, manager, session_backup};
 use super::{
-    DRIVER, NAMESPACE, account, apply, apply_base, apply_fresh_base, deploy, overlay, sidecar,
+    DRIVER, NAMESPACE, account, apply, apply_base, apply_fresh_base, deploy, overlay, shown,
+    sidecar,
 };
 use support::cluster::Cluster;
 use support::cluster::access::Account;
@@ -253,9 +254,7 @@ fn only_snapshotter_and_sidecar_get_a_snapshotter_secret() {
         assert!(!may(cluster, &who, NAMESPACE, "list", "", "secrets", ""));
         assert!(!may(cluster, &who, "default", "get", "", "secrets", secret));
     }
-    let class =
-        stdout_of(cluster.kubectl(&["get", "volumesnapshotclass", "csi-loopback", "-o", "json"]));
-    let class: Value = serde_json::from_str(&class).unwrap();
+    let class = shown(cluster, &["volumesnapshotclass", "csi-loopback"]);
     let key =
         |name: &str| &class["parameters"][format!("csi.storage.k8s.io/snapshotter-secret-{name}")];
     assert_eq!((key("name"), key("namespace")), (&json!(secret), &json!(NAMESPACE)));

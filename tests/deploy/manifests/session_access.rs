@@ -14,8 +14,7 @@ use support::cluster::Cluster;
 use support::cluster::access::{Account, rule};
 use support::cluster::manager::{self, Start};
 use support::cluster::programs::stdout_of;
-use support::cluster::tls::connect;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use support::cluster::tls;
 
 use super::sessions;
 
@@ -65,20 +64,11 @@ impl Stage<'_> {
                 "object": { "metadata": { "name": "r" }, "spec": { "snapshots": ["monday"] } },
             },
         });
+        let path = "/validate-snapshotsessionrequest";
         let body = review.to_string();
-        self.cluster.block_on(async {
-            let mut stream = connect(self.port, &self.pem).await;
-            let head = format!(
-                "POST /validate-snapshotsessionrequest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
-                 Content-Type: application/json\r\nContent-Length: {}\r\n\r\n",
-                body.len()
-            );
-            stream.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
-            let mut answer = Vec::new();
-            let _ = stream.read_to_end(&mut answer).await;
-            let answer = String::from_utf8_lossy(&answer).into_owned();
-            answer.split_once("\r\n\r\n").expect("a complete answer").1.to_owned()
-        })
+        let sent = tls::post(self.port, &self.pem, path, &body);
+        let answer = self.cluster.block_on(sent);
+        answer.split_once("\r\n\r\n").expect("a complete answer").1.to_owned()
     }
 }
 

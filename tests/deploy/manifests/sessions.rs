@@ -18,7 +18,7 @@ use kube::{Api, Client};
 use serde_json::{Value, json};
 
 use super::rights::{Right, holds};
-use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods, sidecar};
+use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods, shown, sidecar};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::{finish, stdout_of};
@@ -82,8 +82,7 @@ fn the_built_in_roles_give_no_access_to_sessions() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
-    let roles = stdout_of(cluster.kubectl(&["get", "clusterroles", "-o", "json"]));
-    let roles: Value = serde_json::from_str(&roles).unwrap();
+    let roles = shown(cluster, &["clusterroles"]);
     for role in roles["items"].as_array().unwrap() {
         let ours = role["rules"].to_string().contains(CBT);
         let adds_up = role["metadata"]["labels"].to_string().contains("/aggregate-to-");

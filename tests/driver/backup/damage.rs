@@ -2,13 +2,13 @@
 //! lost base.
 
 use std::fs;
-use std::path::Path;
 
 use csi_loopback::backend::PoolKind;
 use support::driver::*;
 use support::random::Random;
-use support::{MIB, have_root, path};
+use support::{MIB, path};
 
+use super::bad_days::Mounted;
 use super::{Rig, files, two_backups};
 
 /// Every file, and bytes of it: all of the small ones.
@@ -45,10 +45,7 @@ fn a_flipped_byte_is_found_and_not_restored() {
     with_driver(|driver| {
         let rig = two_backups(driver, "v");
         any_flipped_byte_is_found(&rig, &mut Random::new(1), 1);
-        let is_pack =
-            |file: &&std::path::PathBuf| file.parent().is_some_and(|at| at.ends_with("packs"));
-        let all = files(&rig.directory());
-        let pack = all.iter().find(is_pack).unwrap();
+        let pack = &rig.files_in("packs")[0];
         let mut bytes = fs::read(pack).unwrap();
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
@@ -101,15 +98,12 @@ fn a_place_with_other_files_is_no_repository() {
 
 #[test]
 fn a_backup_outlives_a_stream_that_ends_and_a_lost_base() {
-    if !have_root() {
-        return;
-    }
     let faults = [
         "--enable-faults",
         "--fault",
         "stream-abort,after=3,times=2,code=UNAVAILABLE,method=GetMetadataDelta",
     ];
-    let mut driver = Driver::with(PoolKind::Image, &faults);
+    let Some(mut driver) = driver_with(PoolKind::Image, &faults) else { return };
     let mut rig = two_backups(&driver, "v");
     rig.restores("b");
     rig.snapshot("c", 10);
@@ -125,14 +119,8 @@ fn a_backup_outlives_a_stream_that_ends_and_a_lost_base() {
     for snapshot in ["b", "c"] {
         rig.restores(snapshot);
     }
-    let all = files(&rig.directory());
-    let is_intent =
-        |file: &&std::path::PathBuf| file.parent().is_some_and(|at| at.ends_with("intent"));
-    assert_eq!(
-        all.iter().filter(is_intent).count(),
-        rig.list().len(),
-        "a refusal leaves no attempt"
-    );
+    let intents = rig.files_in("intent");
+    assert_eq!(intents.len(), rig.list().len(), "a refusal leaves no attempt");
 }
 
 #[test]
@@ -143,22 +131,14 @@ fn a_full_target_and_a_full_repository_are_errors() {
         let small = driver.scratch().join("small");
         fs::create_dir(&small).unwrap();
         support::run("mount", &["-t", "tmpfs", "-o", "size=2m", "tmpfs", path(&small)]);
-        let unmounted = Unmounted(&small);
+        let mounted = Mounted(&small);
         rig.refused(&["restore", "b", "--to", path(&small.join("image"))], "No space left");
         fs::remove_file(small.join("image")).unwrap();
         let place = std::mem::replace(&mut rig.repository[1], path(&small).to_owned());
         rig.refused(&["backup", "create", "b"], "No space left");
         assert!(rig.list().is_empty(), "half a backup is none");
         rig.repository[1] = place;
-        drop(unmounted);
+        drop(mounted);
         rig.restores("b");
     });
-}
-
-struct Unmounted<'p>(&'p Path);
-
-impl Drop for Unmounted<'_> {
-    fn drop(&mut self) {
-        support::kernel::unmount(self.0);
-    }
 }

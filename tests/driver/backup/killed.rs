@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use csi_loopback::backend::PoolKind;
 use support::driver::*;
 use support::random::Random;
-use support::{MIB, have_root, path, report, setting};
+use support::{MIB, path, report, setting};
 
 use super::Rig;
 
@@ -39,10 +39,7 @@ fn remove_temporary(driver: &Driver) {
 }
 
 fn kills(rounds: u64, bytes: u64) {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Image);
+    let Some(driver) = driver_with(PoolKind::Image, &[]) else { return };
     let mut random = Random::new(Random::new_seed());
     let mut rig = Rig::new(&driver, "v", bytes);
     let writes = bytes / MIB;
@@ -109,21 +106,13 @@ fn a_killed_backup_restore_or_prune_is_completed_later() {
 #[test]
 #[ignore = "full tier"]
 fn a_prune_leaves_a_backup_in_progress_alone() {
-    if !have_root() {
-        return;
-    }
-    let stall = "stream-stall,after=1,for=60s,method=GetMetadataAllocated";
-    let driver = Driver::with(PoolKind::Image, &["--enable-faults", "--fault", stall]);
+    let stall =
+        ["--enable-faults", "--fault", "stream-stall,after=1,for=60s,method=GetMetadataAllocated"];
+    let Some(driver) = driver_with(PoolKind::Image, &stall) else { return };
     let mut rig = Rig::new(&driver, "v", 4 * MIB);
     rig.snapshot("a", 30);
     let mut child = rig.spawn(&["backup", "create", "a"]);
-    let is_intent =
-        |file: &std::path::PathBuf| file.parent().is_some_and(|at| at.ends_with("intent"));
-    let intents = || {
-        let directory = rig.directory();
-        let files = if directory.is_dir() { super::files(&directory) } else { Vec::new() };
-        files.into_iter().filter(is_intent).count()
-    };
+    let intents = || rig.files_in("intent").len();
     support::kernel::wait_for("the backup has its intent", || intents() == 1);
     let pruned = rig.json(&["backup", "prune", "--keep-last", "1"]);
     assert_eq!(pruned["unfinished_removed"], serde_json::json!([]));

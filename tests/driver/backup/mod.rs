@@ -19,7 +19,7 @@ use std::process::{Child, Command, Output, Stdio};
 use serde_json::Value;
 use support::driver::*;
 use support::random::Random;
-use support::{BLOCK, MIB, path, pattern};
+use support::{BLOCK, MIB, files_below as files, path, pattern};
 
 /// A repository of a driver's backups, and what the snapshots of one raw volume held.
 struct Rig<'d> {
@@ -96,6 +96,14 @@ impl<'d> Rig<'d> {
         self.driver.take_down(&self.volume);
         self.images.insert(name.to_owned(), self.content.clone());
         id
+    }
+
+    /// The files of the repository in directories with this name, `packs` or `intent`.
+    fn files_in(&self, name: &str) -> Vec<PathBuf> {
+        let mut found =
+            if self.directory().is_dir() { files(&self.directory()) } else { Vec::new() };
+        found.retain(|file| file.parent().is_some_and(|above| above.ends_with(name)));
+        found
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
@@ -191,17 +199,6 @@ fn assert_documented(value: &Value) {
 
 fn text(value: &Value) -> &str {
     value.as_str().unwrap()
-}
-
-/// All files below a directory, with their sizes.
-fn files(directory: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() { found.extend(files(&path)) } else { found.push(path) }
-    }
-    found.sort();
-    found
 }
 
 /// A repository with a full backup of `a` and an incremental one of `b`.

@@ -13,7 +13,7 @@ use support::ops::Device;
 use support::random::Random;
 use support::{MIB, path};
 
-use super::{Rig, files, two_backups};
+use super::{Rig, two_backups};
 
 /// A mount and its command.
 pub struct Mount {
@@ -160,10 +160,8 @@ fn a_backup_in_a_bucket_is_mounted() {
 fn a_damaged_pack_is_an_io_error_of_the_mount() {
     with_driver(|driver| {
         let rig = two_backups(driver, "v");
-        let packs = files(&rig.directory());
-        let packs =
-            packs.iter().filter(|file| file.parent().is_some_and(|at| at.ends_with("packs")));
-        let largest = packs.max_by_key(|pack| pack.metadata().unwrap().len()).unwrap();
+        let packs = rig.files_in("packs");
+        let largest = packs.iter().max_by_key(|pack| pack.metadata().unwrap().len()).unwrap();
         let mut bytes = fs::read(largest).unwrap();
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;

@@ -10,7 +10,7 @@ use support::driver::*;
 use support::exerciser::{Exerciser, History};
 use support::ops::Device;
 use support::random::Random;
-use support::{GIB, MIB, SetOnDrop, have_root, path, run};
+use support::{GIB, MIB, SetOnDrop, path, run};
 
 use super::{Rig, files, text, two_backups};
 
@@ -318,10 +318,7 @@ fn a_group_is_backed_up_and_restored_as_a_set() {
 #[test]
 #[ignore = "full tier"]
 fn ten_incrementals_of_a_busy_filesystem_are_exact() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Image);
+    let Some(driver) = driver_with(PoolKind::Image, &[]) else { return };
     let volume = driver.volume("busy", 96 * MIB, mounted("ext4"));
     let target = driver.publish(&volume, &mounted("ext4"));
     let mut rig = Rig::new(&driver, "unused", MIB);

@@ -10,9 +10,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
 use support::driver::*;
-use support::{MIB, have_root, path};
+use support::{MIB, path};
 
-use super::{Rig, files, text, two_backups};
+use super::{Rig, text, two_backups};
 
 const REPOSITORY: &str = "CSI_LOOPBACK_REPOSITORY";
 const KEY_FILE: &str = "CSI_LOOPBACK_KEY_FILE";
@@ -49,12 +49,10 @@ fn exit_codes_of_backup_tell_failures_apart() {
         rig.fails(12, &["backup", "list", "--key-file", &two], "not the key");
         // Damage.
         rig.repository[1] = place;
-        for pack in files(&rig.directory()) {
-            if pack.parent().is_some_and(|above| above.ends_with("packs")) {
-                let mut bytes = fs::read(&pack).unwrap();
-                bytes.iter_mut().for_each(|byte| *byte ^= 1);
-                fs::write(&pack, bytes).unwrap();
-            }
+        for pack in rig.files_in("packs") {
+            let mut bytes = fs::read(&pack).unwrap();
+            bytes.iter_mut().for_each(|byte| *byte ^= 1);
+            fs::write(&pack, bytes).unwrap();
         }
         rig.fails(3, &["restore", "b", "--to", path(&to)], "damaged");
         let output = rig.run(&["backup", "verify"]);
@@ -68,22 +66,17 @@ fn exit_codes_of_backup_tell_failures_apart() {
 
 #[test]
 fn an_interrupted_backup_has_its_own_exit_code() {
-    if !have_root() {
-        return;
-    }
-    let stall = "stream-stall,after=1,times=1,for=60s,method=GetMetadataAllocated";
-    let driver = Driver::with(PoolKind::Image, &["--enable-faults", "--fault", stall]);
+    let stall = [
+        "--enable-faults",
+        "--fault",
+        "stream-stall,after=1,times=1,for=60s,method=GetMetadataAllocated",
+    ];
+    let Some(driver) = driver_with(PoolKind::Image, &stall) else { return };
     let mut rig = Rig::new(&driver, "v", 4 * MIB);
     rig.snapshot("a", 30);
     let mut command = rig.command(&["backup", "create", "a"]);
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let directory = rig.directory();
-    let has_intent = || {
-        let is_intent = |file: &std::path::PathBuf| {
-            file.parent().is_some_and(|above| above.ends_with("intent"))
-        };
-        directory.join("backups").is_dir() && files(&directory).iter().any(is_intent)
-    };
+    let has_intent = || !rig.files_in("intent").is_empty();
     support::kernel::wait_for("the backup has its intent", has_intent);
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
     let status = child.wait_with_output().unwrap().status;

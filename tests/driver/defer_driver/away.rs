@@ -90,11 +90,6 @@ fn each_crust_ops_error_keeps_its_code_and_message() {
         let grow = || expand_on_node(&volume, &target);
         for (code, stats, grown) in [
             (Code::PermissionDenied, Code::Internal, Code::Internal),
-            (Code::Unimplemented, Code::Internal, Code::Internal),
-            (Code::DeadlineExceeded, Code::Unavailable, Code::Unavailable),
-            (Code::Aborted, Code::Internal, Code::Internal),
-            (Code::DataLoss, Code::Internal, Code::Internal),
-            (Code::Internal, Code::Internal, Code::Internal),
             (Code::FailedPrecondition, Code::Ok, Code::Unavailable),
             (Code::NotFound, Code::Ok, Code::FailedPrecondition),
             (Code::Unavailable, Code::Ok, Code::Unavailable),

@@ -5,7 +5,7 @@ use tonic::Code;
 
 use super::rig::{is_gone, with_rig};
 use support::driver::*;
-use support::inline::{PodVolume, is_mounted, pod_volume};
+use support::inline::{PodVolume, pod_volume};
 use support::path;
 
 fn deferred(volume: &PodVolume) -> csi::NodePublishVolumeRequest {
@@ -37,26 +37,5 @@ fn the_field_defers_an_inline_volume() {
             driver.unpublish(&volume.handle, &volume.target);
             assert!(is_gone(&volume.target) && rig.crust.staged(&volume.target).is_none());
         }
-    });
-}
-
-#[test]
-fn a_deferred_inline_volume_needs_the_feature_only_to_publish() {
-    with_rig("30s", |rig| {
-        let volume = pod_volume(&rig.driver, "one", "scratch");
-        std::fs::create_dir_all(volume.target.parent().unwrap()).unwrap();
-        let publish = deferred(&volume);
-        rig.driver.ok(publish.clone());
-        rig.restart(false);
-        let flag = "--enable-defer-fs-ops";
-        rig.driver.refused(publish.clone(), Code::FailedPrecondition, flag);
-        let reported = stats(&volume.handle, path(&volume.target));
-        rig.driver.refused(reported, Code::FailedPrecondition, flag);
-        rig.driver.unpublish(&volume.handle, &volume.target);
-        assert!(is_gone(&volume.target));
-        rig.driver.refused(publish, Code::FailedPrecondition, flag);
-        assert!(is_gone(&volume.target) && !is_mounted(&volume.target));
-        // The earlier crust_ops was not called.
-        rig.restart(true);
     });
 }

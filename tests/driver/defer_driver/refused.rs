@@ -6,7 +6,6 @@ use tonic::Code;
 
 use super::rig::{Rig, grouped, is_gone, with_rig};
 use support::driver::*;
-use support::path;
 
 #[track_caller]
 fn assert_refused(rig: &Rig, req: csi::NodePublishVolumeRequest, code: Code, words: &str) {
@@ -47,36 +46,5 @@ fn impossible_deferrals_are_refused_by_field() {
         assert!(!rig.driver.log().contains("hunter2"));
         assert_eq!(rig.counted(), 0);
         rig.driver.unstage(&volume);
-    });
-}
-
-#[test]
-fn a_deferred_volume_refuses_other_targets_and_mounts() {
-    with_rig("30s", |rig| {
-        let volume = rig.deferred("a");
-        let second = rig.driver.scratch().join("second");
-        for defer_fs_ops in [true, false] {
-            let elsewhere = csi::NodePublishVolumeRequest {
-                target_path: path(&second).to_owned(),
-                defer_fs_ops,
-                ..rig.deferring(&volume)
-            };
-            rig.driver.refused(elsewhere, Code::FailedPrecondition, "target_path: ");
-            rig.assert_not_mounted(&volume);
-            assert!(is_gone(&second));
-        }
-        let here = csi::NodePublishVolumeRequest { defer_fs_ops: false, ..rig.deferring(&volume) };
-        rig.driver.refused(here, Code::AlreadyExists, "");
-        rig.assert_not_mounted(&volume);
-        // And vice versa.
-        rig.driver.take_down(&volume);
-        let mounted = rig.staged("b");
-        let target = rig.driver.target(&mounted);
-        rig.driver
-            .ok(csi::NodePublishVolumeRequest { defer_fs_ops: false, ..rig.deferring(&mounted) });
-        rig.driver.refused(rig.deferring(&mounted), Code::AlreadyExists, "");
-        assert_eq!(mounts_at(&target).len(), 1);
-        assert!(rig.crust.staged(&target).is_none());
-        rig.driver.take_down(&mounted);
     });
 }

@@ -126,9 +126,13 @@ fn an_orphaned_inline_volume_is_removed_after_its_container() {
 fn a_deferred_inline_volume_is_published_again_after_a_reboot() {
     with_rig(|rig| {
         let target = pod(rig);
-        let wanted = request(None);
+        let deferral = Deferral { group: Some(4059), policy: None };
+        let wanted = InlineRequest { deferred: Some(deferral), ..request(None) };
         publish(rig, &target, &wanted).unwrap();
+        assert_eq!(rig.runtime.entry(&target).unwrap().deferral, deferral);
         let container = rig.container(&target);
+        // The group is left to the runtime.
+        assert_eq!(fs::metadata(container.file("")).unwrap().gid(), 0);
         fs::write(container.file("file"), "x").unwrap();
         drop(container);
         let id = rig.backend().inline(HANDLE).unwrap().unwrap().id;
@@ -165,21 +169,5 @@ fn a_failed_deferral_of_an_inline_volume_leaves_nothing() {
         assert_eq!(rig.backend().inline_usage().unwrap(), (0, 0, 0));
         rig.runtime.state().entries.clear();
         rig.restart(true);
-    });
-}
-
-#[test]
-fn the_runtime_assigns_the_group_of_a_deferred_volume() {
-    with_rig(|rig| {
-        let target = pod(rig);
-        let deferral = Deferral { group: Some(4059), policy: None };
-        let wanted = InlineRequest { deferred: Some(deferral), ..request(None) };
-        publish(rig, &target, &wanted).unwrap();
-        assert_eq!(rig.runtime.entry(&target).unwrap().deferral, deferral);
-        let container = rig.container(&target);
-        assert_eq!(fs::metadata(container.file("")).unwrap().gid(), 0);
-        drop(container);
-        rig.backend().unpublish(HANDLE, &target).unwrap();
-        gone(rig, &target);
     });
 }

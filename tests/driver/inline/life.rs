@@ -11,9 +11,9 @@ use tonic::Code;
 
 use super::{assert_gone, assert_pool_is_clean, condition, device_bytes, internal_id};
 use support::driver::*;
-use support::http::{fetch, http_address};
-use support::inline::{is_mounted, pod_volume};
-use support::{MIB, have_root, path, pattern, run};
+use support::http::{HTTP, fetch, http_address};
+use support::inline::{PodVolume, is_mounted, pod_volume};
+use support::{MIB, path, pattern, run};
 
 use csi::volume_capability::access_mode::Mode;
 
@@ -32,6 +32,10 @@ fn an_inline_volume_survives_restarts_until_unpublish() {
             assert_eq!(mount.fs_type, fs_type);
             let id = internal_id(&volume.target);
             assert_eq!(device_bytes(&volume.target), 320 * MIB);
+            // Like an emptyDir.
+            assert_eq!(fs::read_dir(&volume.target).unwrap().count(), 0, "{fs_type}");
+            let mode = fs::metadata(&volume.target).unwrap().mode();
+            assert_eq!(mode & 0o7777, 0o777, "{fs_type}");
             fs::write(volume.file("written"), pattern(1, 100_000)).unwrap();
             for end in [Driver::restart, killed] {
                 end(driver);
@@ -150,10 +154,7 @@ fn a_handle_has_one_target_and_one_set_of_arguments() {
 
 #[test]
 fn unpublish_of_a_missing_or_partial_volume_succeeds() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Copy);
+    let Some(mut driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let unknown = pod_volume(&driver, "uid-0", "never");
     driver.unpublish(&unknown.handle, &unknown.target);
     let volume = pod_volume(&driver, "uid-1", "scratch");
@@ -214,28 +215,8 @@ fn a_repeated_publish_restores_a_lost_mount() {
 }
 
 #[test]
-fn an_inline_volume_without_its_file_is_abnormal() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
-    let volume = pod_volume(&driver, "uid-1", "scratch");
-    driver.ok(volume.publishing(&[("size", "32Mi")]));
-    fs::remove_file(driver.backing_file(&internal_id(&volume.target))).unwrap();
-    let reported = condition(&driver, &volume);
-    assert!(reported.abnormal && reported.message.contains("delete the pod"), "{reported:?}");
-    // The pod continues with the open file of the kernel; no new file is created.
-    driver.refused(volume.publishing(&[("size", "32Mi")]), Code::DataLoss, "delete the pod");
-    assert!(is_mounted(&volume.target));
-    driver.unpublish(&volume.handle, &volume.target);
-}
-
-#[test]
 fn a_failed_inline_publish_leaves_nothing() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Copy);
+    let Some(mut driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let volume = pod_volume(&driver, "uid-1", "scratch");
     let directory = volume.target.parent().unwrap();
     let volumes = || fs::read_dir(driver.data_dir().join("volumes")).unwrap().count();
@@ -246,6 +227,7 @@ fn a_failed_inline_publish_leaves_nothing() {
     fs::create_dir(&volume.target).unwrap();
     run("mount", &["-t", "tmpfs", "tmpfs", path(&volume.target)]);
     driver.refused(volume.publishing(&[]), Code::FailedPrecondition, "target_path");
+    driver.unpublish(&volume.handle, &volume.target);
     assert_eq!(mounts_at(&volume.target).len(), 1, "what is another's stays");
     run("umount", &[path(&volume.target)]);
     let flags = with_flags("", Mode::SingleNodeMultiWriter, &["no-such-option"]);
@@ -257,6 +239,11 @@ fn a_failed_inline_publish_leaves_nothing() {
     assert!(!is_mounted(&volume.target));
     assert_eq!(volumes(), 0);
     driver.ok(volume.publishing(&[("size", "32Mi")]));
+    // Not over another volume either.
+    let other = PodVolume { handle: "csi-other".to_owned(), target: volume.target.clone() };
+    driver.refused(other.publishing(&[]), Code::FailedPrecondition, "target_path");
+    driver.unpublish(&other.handle, &other.target);
+    assert!(is_mounted(&volume.target));
     driver.unpublish(&volume.handle, &volume.target);
     assert_eq!(volumes(), 0);
     driver.stop();
@@ -278,7 +265,6 @@ fn a_scratch_volume_is_writable_for_all_or_for_its_group() {
         };
         let other_user = ["--reuid=65534", "--regid=65534", "--clear-groups"];
         assert_eq!(write(&open.target, &other_user).uid(), 65534);
-        assert_eq!(fs::metadata(&open.target).unwrap().mode() & 0o7777, 0o777);
 
         let grouped = pod_volume(driver, "uid-1", "grouped");
         let publishing = csi::NodePublishVolumeRequest {
@@ -303,10 +289,7 @@ fn a_scratch_volume_is_writable_for_all_or_for_its_group() {
 
 #[test]
 fn gauges_count_inline_volumes_and_their_bytes() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::with(PoolKind::Copy, &["--http-endpoint", "127.0.0.1:0"]);
+    let Some(driver) = driver_with(PoolKind::Copy, &HTTP) else { return };
     let address = http_address(&driver);
     let check = |count: u64, bytes: u64| {
         let (_, body) = fetch(address, "/metrics");

@@ -10,7 +10,7 @@ use tonic::Code;
 use super::device_bytes;
 use support::driver::*;
 use support::inline::{PodVolume, context, is_mounted, pod_volume};
-use support::{GIB, MIB, have_root};
+use support::{GIB, MIB};
 
 use csi::volume_capability::access_mode::Mode;
 
@@ -20,10 +20,7 @@ fn with_context(volume: &PodVolume, context: &[(&str, &str)]) -> csi::NodePublis
 
 #[test]
 fn a_malformed_inline_field_is_refused_and_creates_nothing() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let volume = pod_volume(&driver, "uid-1", "scratch");
     let good = volume.publishing(&[]);
     let used = |wanted| csi::NodePublishVolumeRequest { volume_capability: wanted, ..good.clone() };
@@ -115,10 +112,7 @@ fn a_malformed_inline_field_is_refused_and_creates_nothing() {
 
 #[test]
 fn a_hostile_handle_reaches_no_path_or_other_volume() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::start(PoolKind::Copy);
+    let Some(driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let persistent = driver.volume("data", 32 * MIB, mounted(""));
     let snapshot = driver.snapshot("s", &persistent);
     let other = pod_volume(&driver, "uid-1", "other");
@@ -205,10 +199,7 @@ fn an_inline_volume_cannot_be_staged_or_expanded() {
 
 #[test]
 fn an_inline_size_is_rounded_up_and_has_a_default() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Copy);
+    let Some(mut driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let bytes = |driver: &Driver, attributes: &[(&str, &str)], fs_type: &str| {
         let volume = pod_volume(driver, "uid-1", "scratch");
         driver.ok(csi::NodePublishVolumeRequest {
@@ -237,10 +228,7 @@ fn an_inline_size_is_rounded_up_and_has_a_default() {
 
 #[test]
 fn disabling_inline_volumes_keeps_existing_ones() {
-    if !have_root() {
-        return;
-    }
-    let mut driver = Driver::start(PoolKind::Copy);
+    let Some(mut driver) = driver_with(PoolKind::Copy, &[]) else { return };
     let old = pod_volume(&driver, "uid-1", "old");
     driver.ok(old.publishing(&[("size", "32Mi")]));
     fs::write(old.file("written"), "by the pod").unwrap();

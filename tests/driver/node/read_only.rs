@@ -2,7 +2,6 @@
 //! mounts propagate to the host, as those of a DaemonSet with bidirectional propagation.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,9 +9,10 @@ use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use tempfile::TempDir;
 
+use super::write;
 use support::driver::*;
 use support::inline::pod_volume;
-use support::{BLOCK, MIB, have_root, path, pattern, run};
+use support::{MIB, have_root, path, run};
 
 use csi::volume_capability::access_mode::Mode;
 
@@ -44,15 +44,6 @@ impl Drop for Shared {
 fn driver() -> Driver {
     let wrapper = ["unshare", "--mount", "--propagation", "unchanged", "--"];
     Driver::run_by(&wrapper, PoolKind::Image, &[])
-}
-
-fn write(target: &Path) -> io::Result<()> {
-    if target.is_dir() {
-        return fs::write(target.join("new"), "x");
-    }
-    let mut device = File::options().write(true).open(target)?;
-    device.write_all(&pattern(1, BLOCK as usize))?;
-    device.sync_all()
 }
 
 /// Publishes a volume in the shared directory.
@@ -105,19 +96,23 @@ fn a_read_only_publication_is_read_only_on_the_host() {
     let shared = Shared::new();
     let driver = driver();
     for fs_type in ["ext4", "xfs", "btrfs"] {
-        let wanted = with_flags(fs_type, Mode::SingleNodeMultiWriter, &["noexec", "nosuid"]);
+        let flags = ["noatime", "nosuid,nodev", "noexec"];
+        let wanted = with_flags(fs_type, Mode::SingleNodeMultiWriter, &flags);
         let volume = Publish::new(&driver, &shared, fs_type, &wanted, wanted.clone());
         let (writable, readonly) = (shared.join("w"), shared.join("r"));
         volume.at(&writable, false);
         for _ in 0..2 {
             volume.at(&readonly, true);
-            let mounts = mounts_at(&readonly);
-            assert_eq!(mounts.len(), 1, "{fs_type}");
-            for option in ["ro", "noexec", "nosuid"] {
-                assert!(mounts[0].has(option), "{fs_type}: {mounts:?}");
+            for (place, mode) in [(&volume.staging, "rw"), (&writable, "rw"), (&readonly, "ro")] {
+                let mounts = mounts_at(place);
+                assert_eq!(mounts.len(), 1, "{fs_type}");
+                for option in [mode, "noatime", "nosuid", "nodev", "noexec"] {
+                    assert!(mounts[0].has(option), "{fs_type}: {option} is not in {mounts:?}");
+                }
             }
             write(&readonly).unwrap_err();
             write(&writable).unwrap();
+            assert!(readonly.join("new").exists(), "{fs_type}");
         }
         volume.end(&[&writable, &readonly]);
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use h2::client::{ResponseFuture, SendRequest};
 use h2::server::SendResponse;
 use h2::{RecvStream, SendStream};
@@ -19,6 +19,7 @@ use tokio::task::{JoinHandle, JoinSet};
 
 use support::cluster::programs::Process;
 use support::driver::{PATIENCE, binary};
+pub use support::requests::framed;
 use support::{have_root, path};
 
 /// A call that the proxy only forwards, and one that it decodes.
@@ -215,15 +216,6 @@ pub fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
         headers.append(*name, value.parse().unwrap());
     }
     headers
-}
-
-/// A message with gRPC's prefix of five bytes.
-pub fn framed(message: &[u8]) -> Bytes {
-    let mut frame = BytesMut::new();
-    frame.put_u8(0);
-    frame.put_u32(message.len() as u32);
-    frame.extend_from_slice(message);
-    frame.freeze()
 }
 
 /// Reads data and trailers to the end.

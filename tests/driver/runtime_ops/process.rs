@@ -7,11 +7,9 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use nix::sys::signal::Signal;
 
 use super::{mode, with_ops};
-use support::http::fetch;
+use support::http::{HTTP, fetch};
 use support::kernel::wait_for;
 use support::path;
-
-const HTTP: [&str; 2] = ["--http-endpoint", "127.0.0.1:0"];
 
 #[test]
 fn a_directory_writable_by_others_fails_the_start() {
@@ -41,23 +39,9 @@ fn a_directory_writable_by_others_fails_the_start() {
 }
 
 #[test]
-fn the_socket_is_private_and_replaces_a_stale_one() {
+fn a_shutdown_waits_for_running_calls() {
     with_ops(&["--socket-mode", "0660"], |ops| {
         assert_eq!(mode(&ops.socket()), 0o660);
-        ops.signal(Signal::SIGKILL);
-        ops.wait();
-        assert!(ops.socket().exists());
-        ops.start_with(&[]);
-        assert_eq!(mode(&ops.socket()), 0o600);
-        ops.unstage("/a").unwrap();
-        assert!(ops.stop().success());
-        assert!(!ops.socket().exists());
-    });
-}
-
-#[test]
-fn a_shutdown_waits_for_running_calls() {
-    with_ops(&[], |ops| {
         let (begun, go) = (ops.scratch().join("begun"), ops.scratch().join("go"));
         let script = format!(
             "touch {}; until [ -e {} ]; do sleep 0.01; done; echo '{{}}'",
@@ -74,7 +58,7 @@ fn a_shutdown_waits_for_running_calls() {
             fs::write(&go, "").unwrap();
             call.join().unwrap().unwrap();
         });
-        assert!(ops.wait().success());
+        assert!(ops.wait().success() && !ops.socket().exists());
     });
 }
 

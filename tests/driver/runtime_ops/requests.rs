@@ -30,7 +30,7 @@ fn an_entry_is_written_and_removed_as_proposed() {
             "metadata": {"fsGroup": "4059", "fsGroupChangePolicy": "OnRootMismatch"},
         });
         assert_eq!(serde_json::from_slice::<Value>(&written).unwrap(), expected);
-        assert_eq!(mode(&ops.crust_dir()), 0o700);
+        assert_eq!((mode(&ops.socket()), mode(&ops.crust_dir())), (0o600, 0o700));
         assert_eq!(mode(entry.path()), 0o700);
         for file in ["mountInfo.json", "target"] {
             assert_eq!(mode(&entry.path().join(file)), 0o600);
@@ -64,24 +64,15 @@ fn each_invalid_field_is_named_in_the_error() {
             ("volume_type", |req| req.volume_type = Some(api::VolumeType { r#type: 2 })),
             ("volume_type", |req| req.volume_type = Some(api::VolumeType { r#type: 9 })),
             ("volume_target_path", |req| req.volume_target_path = String::new()),
-            ("volume_target_path", |req| req.volume_target_path = "relative".into()),
-            ("volume_target_path", |req| req.volume_target_path += "/../other"),
             ("volume_target_path", |req| req.volume_target_path += "/"),
             ("volume_target_path", |req| req.volume_target_path += "\n"),
             ("volume_target_path", |req| req.volume_target_path += "/none"),
             ("volume_target_path", |req| req.volume_target_path += "/../../file/file"),
             ("volume_backing_path", |req| req.volume_backing_path = String::new()),
-            ("volume_backing_path", |req| req.volume_backing_path = "loop0".into()),
-            ("volume_backing_path", |req| req.volume_backing_path = "/dev/../etc/passwd".into()),
-            ("volume_backing_path", |req| req.volume_backing_path = "/etc/passwd".into()),
             ("volume_backing_path", |req| req.volume_backing_path = "/dev/null".into()),
-            ("volume_backing_path", |req| req.volume_backing_path = "/dev/none-such".into()),
             ("fs_type", |req| req.fs_type = String::new()),
             ("fs_type", |req| req.fs_type = "../../ext4".into()),
             ("mount_flags", |req| req.mount_flags = vec!["bind".into()]),
-            ("mount_flags", |req| req.mount_flags = vec!["ro,remount".into()]),
-            ("mount_flags", |req| req.mount_flags = vec!["a\nb".into()]),
-            ("mount_flags", |req| req.mount_flags = vec!["a".into(); 100]),
             ("volume_supplemental_group", |req| req.volume_supplemental_group = "x".into()),
             ("volume_supplemental_group", |req| req.volume_supplemental_group = "-1".into()),
             ("volume_supplemental_group", |req| {

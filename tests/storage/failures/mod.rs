@@ -49,3 +49,16 @@ fn failures_lose_no_acknowledged_data_on_an_image_pool() {
 fn failures_lose_no_acknowledged_data_on_a_copy_pool() {
     nothing_acknowledged_is_lost(PoolKind::Copy);
 }
+
+#[test]
+fn lists_work_on_a_full_disk_without_descriptors() {
+    if have_root() {
+        use operation::Operation::{Fill, List, NoDescriptors, Repair};
+        super::oracle::kinds().for_each(|kind| {
+            world::World::run(
+                kind,
+                &[NoDescriptors, Fill, NoDescriptors, List, Repair, NoDescriptors],
+            );
+        });
+    }
+}

@@ -16,15 +16,9 @@ pub enum Operation {
         direct: bool,
     },
     CreateVolume,
-    DeleteVolume {
-        volume: Pick,
-    },
-    Snapshot {
-        volume: Pick,
-    },
-    DeleteSnapshot {
-        snapshot: Pick,
-    },
+    DeleteVolume(Pick),
+    Snapshot(Pick),
+    DeleteSnapshot(Pick),
     /// Lists of volumes and snapshots.
     List,
     /// A delta between two snapshots of a volume.
@@ -33,9 +27,7 @@ pub enum Operation {
         snapshots: [Pick; 2],
     },
     /// Unpublishes, unstages, stages and publishes the volume.
-    Restage {
-        volume: Pick,
-    },
+    Restage(Pick),
     /// The disk fails from now on.
     Disk(Fault),
     /// The filesystem of the pool's disk is filled.
@@ -72,13 +64,13 @@ pub fn operation() -> BoxedStrategy<Operation> {
     prop_oneof![
         24 => write,
         2 => Just(Operation::CreateVolume),
-        1 => pick().prop_map(|volume| Operation::DeleteVolume { volume }),
-        18 => pick().prop_map(|volume| Operation::Snapshot { volume }),
-        6 => pick().prop_map(|snapshot| Operation::DeleteSnapshot { snapshot }),
+        1 => pick().prop_map(Operation::DeleteVolume),
+        18 => pick().prop_map(Operation::Snapshot),
+        6 => pick().prop_map(Operation::DeleteSnapshot),
         5 => Just(Operation::List),
         5 => (pick(), [pick(), pick()])
             .prop_map(|(volume, snapshots)| Operation::Delta { volume, snapshots }),
-        4 => pick().prop_map(|volume| Operation::Restage { volume }),
+        4 => pick().prop_map(Operation::Restage),
         3 => fault.prop_map(Operation::Disk),
         3 => Just(Operation::Fill),
         1 => Just(Operation::ShutDown),

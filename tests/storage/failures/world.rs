@@ -173,11 +173,11 @@ impl World {
                 self.write(volume.of(volumes), at, blocks, direct);
             }
             Operation::CreateVolume if volumes < MAX_VOLUMES => self.create_volume(),
-            Operation::DeleteVolume { volume } => self.delete_volume(volume.of(volumes)),
-            Operation::Snapshot { volume } if snapshots < MAX_SNAPSHOTS => {
+            Operation::DeleteVolume(volume) => self.delete_volume(volume.of(volumes)),
+            Operation::Snapshot(volume) if snapshots < MAX_SNAPSHOTS => {
                 self.snapshot(volume.of(volumes));
             }
-            Operation::DeleteSnapshot { snapshot } if snapshots > 0 => {
+            Operation::DeleteSnapshot(snapshot) if snapshots > 0 => {
                 self.delete_snapshot(snapshot.of(snapshots));
             }
             Operation::List => self.list(),
@@ -188,7 +188,7 @@ impl World {
                     self.delta(a.min(b), a.max(b));
                 }
             }
-            Operation::Restage { volume } => {
+            Operation::Restage(volume) => {
                 let volume = volume.of(volumes);
                 self.take_down(volume);
                 self.publish(volume);

@@ -164,60 +164,19 @@ pub struct QueryOptions {
 /// `volume` selects a volume, `file` a file of a mounted volume.
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
-    Write {
-        volume: Pick,
-        file: Pick,
-        write: Write,
-    },
-    Erase {
-        volume: Pick,
-        file: Pick,
-        place: Place,
-        how: Erase,
-    },
-    Reshape {
-        volume: Pick,
-        file: Pick,
-        place: Place,
-        shape: Shape,
-    },
-    Expand {
-        volume: Pick,
-        blocks: u16,
-    },
-    Snapshot {
-        volume: Pick,
-    },
-    Group {
-        volumes: Pick,
-    },
-    DeleteSnapshot {
-        volume: Pick,
-        which: Which,
-    },
-    Query {
-        volume: Pick,
-        snapshots: [Pick; 3],
-        options: QueryOptions,
-    },
-    Derive {
-        volume: Pick,
-        from: From,
-    },
-    DeleteVolume {
-        volume: Pick,
-        before_its_snapshots: bool,
-    },
-    Track {
-        volume: Pick,
-        on: bool,
-    },
-    Restart {
-        ending: Ending,
-        style: Style,
-    },
-    /// Drops expired records of deleted snapshots.
-    Forget,
+    Write { volume: Pick, file: Pick, write: Write },
+    Erase { volume: Pick, file: Pick, place: Place, how: Erase },
+    Reshape { volume: Pick, file: Pick, place: Place, shape: Shape },
+    Expand { volume: Pick, blocks: u16 },
+    Snapshot { volume: Pick },
+    Group { volumes: Pick },
+    DeleteSnapshot { volume: Pick, which: Which },
+    Query { volume: Pick, snapshots: [Pick; 3], options: QueryOptions },
+    Derive { volume: Pick, from: From },
+    DeleteVolume { volume: Pick, before_its_snapshots: bool },
+    Track { volume: Pick, on: bool },
+    Restart { ending: Ending, style: Style },
+    ForgetExpired,
 }
 
 /// Weights of the operations, of about 1000 in total.
@@ -350,7 +309,7 @@ pub fn operation(mix: Mix) -> BoxedStrategy<Operation> {
         }),
         2 => tracking(),
         mix.restart => restart(),
-        2 => Just(Operation::Forget),
+        2 => Just(Operation::ForgetExpired),
     ]
     .boxed()
 }

@@ -160,7 +160,7 @@ impl World {
             }
             Operation::Track { volume, on } => self.track(volume.of(count), on),
             Operation::Restart { ending, style } => self.restart(ending, style),
-            Operation::Forget => self.forget(),
+            Operation::ForgetExpired => self.forget(),
         }
     }
 

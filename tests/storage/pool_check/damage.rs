@@ -191,9 +191,11 @@ pub const DAMAGES: &[(&str, Damage)] = &[
     }),
     ("record-with-a-flipped-bit", |files, history| {
         let record = files.record(&history.snapshots[1]);
-        let middle = fs::metadata(&record).unwrap().len() / 2;
-        let byte = fs::read(&record).unwrap()[middle as usize];
-        overwrite(&record, middle, &[byte ^ 0x10]);
+        let bytes = fs::read(&record).unwrap();
+        // The end of the last segment, before two index entries and the trailer: only its own
+        // checksum covers it.
+        let at = bytes.len() - 3 * 32 - 1;
+        overwrite(&record, at as u64, &[bytes[at] ^ 0x10]);
         vec![(FindingKind::DamagedRecord, history.snapshots[1].id.clone())]
     }),
     ("records-swapped", |files, history| {

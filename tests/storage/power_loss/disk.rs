@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use super::cache::Cache;
 use support::{
-    GIB, MIB, Xfs,
+    GIB, ImageFs, MIB,
     kernel::{unmount, wait_for},
     path, run,
 };
@@ -41,7 +41,7 @@ impl fmt::Display for Setup {
 pub struct Disk {
     pub setup: Setup,
     // Dropped in this order.
-    outer: Xfs,
+    outer: ImageFs,
     directory: TempDir,
 }
 
@@ -50,7 +50,7 @@ impl Disk {
         let image = setup.kind == PoolKind::Image;
         assert!(!setup.cached || !image, "an image pool opens its image itself");
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        Self { setup, outer: Xfs::mount(directory.path(), 64 * GIB), directory }
+        Self { setup, outer: ImageFs::xfs(directory.path(), 64 * GIB), directory }
     }
 
     fn image(&self, place: &str) -> PathBuf {

@@ -10,8 +10,8 @@ use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::statvfs::statvfs;
 use support::driver::*;
 use support::kernel::wait_for;
+use support::points::Points;
 use support::{ALL_KINDS, MIB, fsck, have_root, path, pattern, setting};
-use tempfile::TempDir;
 
 use super::disk::{Disk, POOL_BYTES, Place, Setup};
 use super::have_fuse;
@@ -27,27 +27,8 @@ const fn sizes(fs_type: FsType) -> (u64, u64) {
     }
 }
 
-/// The directory of `--fail-points`.
-struct Points(TempDir);
-
-impl Points {
-    /// Lets the driver wait at the N-th point from now on (0: none).
-    fn hang_at(&self, at: usize) {
-        let _ = fs::remove_file(self.0.path().join("met"));
-        let part = self.0.path().join("plan.part");
-        fs::write(&part, format!("hang {at} !page.")).unwrap();
-        fs::rename(part, self.0.path().join("plan")).unwrap();
-    }
-
-    fn met(&self) -> Vec<String> {
-        let met = fs::read_to_string(self.0.path().join("met")).unwrap_or_default();
-        met.lines().map(str::to_owned).collect()
-    }
-
-    fn go_on(&self) {
-        fs::remove_file(self.0.path().join("plan")).unwrap();
-    }
-}
+/// All fail points except those within a commit of the catalog.
+const STEPS: &str = "!page.";
 
 /// A disk with a volume that can grow, and its driver.
 struct Growing<'a> {
@@ -72,10 +53,10 @@ impl Growing<'_> {
     /// The fail points of the growth.
     fn learn(&self) -> Vec<String> {
         let id = self.volume(0);
-        self.points.hang_at(0);
+        self.points.plan("hang", 0, STEPS);
         self.driver.stage(&id, &mounted(self.fs_type.name()));
         let met = self.points.met();
-        self.points.go_on();
+        self.points.clear();
         self.driver.unstage(&id);
         self.driver.ok(delete_volume(&id));
         met
@@ -83,12 +64,12 @@ impl Growing<'_> {
 
     fn cut_at(&self, at: usize, name: &str) {
         let (id, capture) = (self.volume(at), self.disk.capture(at));
-        self.points.hang_at(at);
+        self.points.plan("hang", at, STEPS);
         thread::scope(|scope| {
             let staged = scope.spawn(|| self.driver.stage(&id, &mounted(self.fs_type.name())));
             wait_for(name, || self.points.met().len() >= at);
             self.place.copy(&capture);
-            self.points.go_on();
+            self.points.clear();
             staged.join().unwrap();
         });
         self.driver.unstage(&id);
@@ -117,10 +98,10 @@ impl Growing<'_> {
 /// Cuts the power at one in `every` fail points.
 fn cut(setup: Setup, fs_type: FsType, every: usize) {
     println!("{fs_type} on {setup}");
-    let (disk, points) = (&Disk::new(setup), &Points(TempDir::with_prefix("points-").unwrap()));
+    let (disk, points) = (&Disk::new(setup), &Points::new());
     let place = &disk.make("live");
     let size = POOL_BYTES.to_string();
-    let watched = path(points.0.path());
+    let watched = path(points.path());
     let flags = ["--pool-size", &size, "--overcommit", "1000", "--fail-points", watched];
     let driver = &Driver::in_place(setup.kind, &place.at, &flags);
     let wanted = mounted(fs_type.name());

@@ -10,7 +10,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use csi_loopback::proto::snapshotmetadata as api;
 use nix::unistd::Pid;
 use prost::Message;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -21,6 +20,9 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+
+use crate::cluster::sidecar::allocated;
+use crate::requests::framed;
 
 /// Memory limit in the manifests of deploy/.
 const MEMORY: u64 = 512 << 20;
@@ -60,13 +62,7 @@ pub const fn junk_tokens(addresses: u8) -> Protocol {
 
 fn junk(number: u64) -> Vec<u8> {
     let token = format!("junk.{number}.{}", "x".repeat(500));
-    let request = api::GetMetadataAllocatedRequest {
-        security_token: token,
-        namespace: "default".into(),
-        snapshot_name: "first".into(),
-        ..Default::default()
-    };
-    request.encode_to_vec()
+    allocated(token, "default", "first").encode_to_vec()
 }
 
 /// What a well-behaved client and the process experienced during the abuse.
@@ -280,8 +276,9 @@ async fn calls(
             client.send_request(request, false).map_err(std::io::Error::other)?;
         let whole = number % 10 == 9;
         let message = match whole {
-            true => framed(&call(number * 100 + one), 0),
-            false => framed(&vec![0; 60_000], 1),
+            true => framed(&call(number * 100 + one)),
+            // Without its last byte.
+            false => framed(&[0; 60_001]).slice(..60_005),
         };
         body.send_data(message, whole).map_err(std::io::Error::other)?;
         open.push((answer, body));
@@ -290,12 +287,6 @@ async fn calls(
     sleep(HOLD).await;
     connection.abort();
     Ok(())
-}
-
-/// A length-prefixed message that promises `more` bytes than it has.
-fn framed(message: &[u8], more: usize) -> Bytes {
-    let length = u32::try_from(message.len() + more).unwrap();
-    [&[0], &length.to_be_bytes()[..], message].concat().into()
 }
 
 async fn connect(port: u16, client: u64) -> std::io::Result<TcpStream> {

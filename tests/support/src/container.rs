@@ -32,10 +32,18 @@ pub fn inside(pid: u32, script: &str) {
     assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A running container. Dropping it ends the container.
-pub struct Container {
-    child: Child,
+/// A process that ends when this is dropped.
+pub struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
+
+/// A running container. Dropping it ends the container.
+pub struct Container(Running);
 
 impl Container {
     /// Starts a container and mounts `device` in it.
@@ -56,50 +64,34 @@ impl Container {
             .unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        let container = Self { child };
+        let container = Self(Running(child));
         assert_eq!(line, "up\n", "the container has not mounted {}", device.display());
         container
     }
 
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.0.0.id()
     }
 
     /// A file of the volume, as a path on the host.
     pub fn file(&self, name: &str) -> PathBuf {
-        path_from_host(self.child.id()).join(name)
+        path_from_host(self.pid()).join(name)
     }
 
     /// Runs a script in it.
     pub fn run(&self, script: &str) {
-        inside(self.child.id(), script);
+        inside(self.pid(), script);
     }
 
     /// Starts a continuous writer in the container, which writes `one` and then `two` in each
     /// round.
-    pub fn start_writer(&self) -> Writer {
+    pub fn start_writer(&self) -> Running {
         let script = format!(
             "cd {INSIDE}; n=0; while :; do n=$((n+1)); for f in one two; do \
              echo $n > .$f; sync .$f; mv .$f $f; done; echo $n > $n; rm -f $((n-50)); done"
         );
-        let pid = self.child.id().to_string();
+        let pid = self.pid().to_string();
         let child = Command::new("nsenter").args(["-m", "-t", &pid, "sh", "-c", &script]).spawn();
-        Writer(child.unwrap())
-    }
-}
-
-impl Drop for Container {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-pub struct Writer(Child);
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        Running(child.unwrap())
     }
 }

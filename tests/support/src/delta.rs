@@ -48,7 +48,8 @@ pub fn apply_and_compare(
     differing
 }
 
-fn differing_blocks(a: &[u8], b: &[u8]) -> Vec<u64> {
+/// The blocks in which two contents differ, ascending.
+pub fn differing_blocks(a: &[u8], b: &[u8]) -> Vec<u64> {
     let pairs = a.chunks(BLOCK as usize).zip(b.chunks(BLOCK as usize));
     (0..).zip(pairs).filter(|(_, (a, b))| a != b).map(|(number, _)| number).collect()
 }

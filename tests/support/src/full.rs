@@ -8,8 +8,7 @@ use csi_loopback::backend::Error;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statvfs::statvfs;
 
-use super::kernel::unmount;
-use super::{BLOCK, MIB, path, pattern, run};
+use super::{BLOCK, MIB, pattern};
 
 /// Writes until the device is full: chunks, then single blocks. Returns the first block that was
 /// not written.
@@ -35,47 +34,6 @@ pub fn exhausted<T: std::fmt::Debug>(result: Result<T, Error>, what: &str) {
             assert!(message.contains("pool"), "{what}: {message}");
         }
         other => panic!("{what}: {other:?}"),
-    }
-}
-
-/// A small filesystem, mounted in the directory `small`.
-pub struct Small(PathBuf);
-
-impl Small {
-    /// Mounts an ext4.
-    pub fn mount(directory: &Path, bytes: u64) -> Self {
-        Self::mount_as(directory, bytes, &["mkfs.ext4", "-q", "-m", "0"])
-    }
-
-    /// Mounts an XFS that shares blocks.
-    pub fn mount_xfs(directory: &Path, bytes: u64) -> Self {
-        Self::mount_as(directory, bytes, &["mkfs.xfs", "-q", "-m", "reflink=1"])
-    }
-
-    pub fn mount_btrfs(directory: &Path, bytes: u64) -> Self {
-        Self::mount_as(directory, bytes, &["mkfs.btrfs", "-q", "-f"])
-    }
-
-    fn mount_as(directory: &Path, bytes: u64, mkfs: &[&str]) -> Self {
-        let (image, at) = (directory.join("small.img"), directory.join("small"));
-        File::create(&image).unwrap().set_len(bytes).unwrap();
-        fs::create_dir(&at).unwrap();
-        run(mkfs[0], &[&mkfs[1..], &[path(&image)]].concat());
-        run("mount", &["-o", "loop", path(&image), path(&at)]);
-        Self(at)
-    }
-
-    /// Unmounts and mounts it, as an administrator does after an error.
-    pub fn remount(&self) {
-        unmount(&self.0);
-        let image = self.0.with_file_name("small.img");
-        run("mount", &["-o", "loop", path(&image), path(&self.0)]);
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        unmount(&self.0);
     }
 }
 

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use csi_loopback::proto::csi::v1 as csi;
 use sha2::{Digest, Sha256};
 
-use super::driver::{Driver, mounted};
+use super::driver::{Driver, map, mounted};
+use super::kernel::{guards_at, mounts_at};
 
 /// An inline volume of a pod, with kubelet's handle and target path.
 #[derive(Debug, Clone)]
@@ -17,13 +18,21 @@ pub struct PodVolume {
     pub target: PathBuf,
 }
 
+/// Kubelet's handle of an inline volume (makeVolumeHandle).
+pub fn handle(pod_uid: &str, name: &str) -> String {
+    format!("csi-{}", digits(&format!("{pod_uid}{name}")))
+}
+
+/// The SHA-256 of a text, as in kubelet's handles and paths.
+pub fn digits(text: &str) -> String {
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// The handle and target of a volume, below the driver's scratch directory.
 pub fn pod_volume(driver: &Driver, pod_uid: &str, name: &str) -> PodVolume {
     let pod = driver.scratch().join("pods").join(pod_uid);
-    let digest = Sha256::digest(format!("{pod_uid}{name}"));
-    let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
     PodVolume {
-        handle: format!("csi-{digits}"),
+        handle: handle(pod_uid, name),
         target: pod.join("volumes/kubernetes.io~csi").join(name).join("mount"),
     }
 }
@@ -46,10 +55,9 @@ impl PodVolume {
         attributes: &[(&str, &str)],
         secret: &[(&str, &str)],
     ) -> csi::NodePublishVolumeRequest {
-        let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         csi::NodePublishVolumeRequest {
             readonly: true,
-            secrets: secret.iter().map(owned).collect(),
+            secrets: map(secret),
             ..self.publishing(attributes)
         }
     }
@@ -68,13 +76,10 @@ pub fn context(attributes: &[(&str, &str)]) -> HashMap<String, String> {
         ("csi.storage.k8s.io/pod.uid", "b9e3f0c6-0d5d-4c8e-9c4c-1f5f3a9d2f10"),
         ("csi.storage.k8s.io/serviceAccount.name", "default"),
     ];
-    let all = of_kubelet.iter().chain(attributes);
-    all.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    map(&[&of_kubelet[..], attributes].concat())
 }
 
 /// Whether a volume is mounted at `path`: anything but the guard of a deferred volume.
 pub fn is_mounted(path: &Path) -> bool {
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let at_path = mounts.lines().filter(|line| line.split(' ').nth(4) == path.to_str());
-    at_path.count() > crate::kernel::guards_at(path)
+    mounts_at(path).len() > guards_at(path)
 }

@@ -4,8 +4,12 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use csi_loopback::backend::sys::fiemap;
 
 use super::driver::PATIENCE;
 use super::{BLOCK, path, run};
@@ -17,6 +21,7 @@ pub struct Mount {
     /// Options per mount, such as `rw` and `noatime`.
     pub options: Vec<String>,
     pub fs_type: String,
+    pub source: String,
 }
 
 impl Mount {
@@ -30,10 +35,12 @@ pub fn mounts() -> Vec<Mount> {
     let parse = |line: &str| {
         let (head, tail) = line.split_once(" - ")?;
         let head: Vec<&str> = head.split(' ').collect();
+        let mut tail = tail.split(' ');
         Some(Mount {
             target: PathBuf::from(head.get(4)?.replace("\\040", " ")),
             options: head.get(5)?.split(',').map(str::to_owned).collect(),
-            fs_type: tail.split(' ').next()?.to_owned(),
+            fs_type: tail.next()?.to_owned(),
+            source: tail.next()?.to_owned(),
         })
     };
     text.lines().filter_map(parse).collect()
@@ -42,6 +49,15 @@ pub fn mounts() -> Vec<Mount> {
 /// The mounts at `target`, lowest first.
 pub fn mounts_at(target: &Path) -> Vec<Mount> {
     mounts().into_iter().filter(|mount| mount.target == target).collect()
+}
+
+/// The names of the backing files of all loop devices.
+pub fn backing_names() -> Vec<String> {
+    let name = |device: fs::DirEntry| {
+        let file = fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
+        Some(file.trim_end().rsplit_once('/')?.1.to_owned())
+    };
+    fs::read_dir("/sys/block").unwrap().flatten().filter_map(name).collect()
 }
 
 /// The loop devices whose backing file has this name, also if the file is deleted.
@@ -69,6 +85,44 @@ pub fn detach_loop(device: &str) {
     run("losetup", &["-d", device]);
     // Another test can have attached it since.
     wait_for("the device is detached", || file().is_none_or(|file| Some(file) != attached));
+}
+
+/// Polls for mounts that must not exist until it is dropped.
+pub struct Watch {
+    ends: Arc<AtomicBool>,
+    poller: Option<JoinHandle<(usize, Vec<String>)>>,
+}
+
+impl Watch {
+    pub fn start(pause: Duration, poll: impl Fn() -> Vec<String> + Send + 'static) -> Self {
+        let ends = Arc::new(AtomicBool::new(false));
+        let until = Arc::clone(&ends);
+        let poller = thread::spawn(move || {
+            let (mut count, mut seen) = (0, Vec::new());
+            while !until.load(Ordering::Relaxed) {
+                seen.extend(poll());
+                count += 1;
+                thread::sleep(pause);
+            }
+            (count, seen)
+        });
+        Self { ends, poller: Some(poller) }
+    }
+
+    /// Stops, and asserts that none was seen.
+    #[track_caller]
+    pub fn assert_no_mounts(mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let (count, seen) = self.poller.take().unwrap().join().unwrap();
+        assert!(count > 10, "only {count} polls");
+        assert_eq!(seen, Vec::<String>::new());
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+    }
 }
 
 /// Keeps a filesystem frozen until it is dropped, so that writers wait.
@@ -134,11 +188,7 @@ pub fn drop_page_cache() {
 /// Keeps the first block.
 pub fn damage_below_page_cache(file: &Path, disk: &Path) {
     let content = fs::read(file).unwrap();
-    let output = Command::new("filefrag").args(["-b4096", "-v", path(file)]).output().unwrap();
-    let output = String::from_utf8(output.stdout).unwrap();
-    let first = output.lines().find(|line| line.trim_start().starts_with("0:")).unwrap();
-    let physical = first.split(':').nth(2).unwrap().split("..").next().unwrap();
-    let place = physical.trim().parse::<u64>().unwrap() * BLOCK;
+    let place = fiemap(&File::open(file).unwrap(), 0, BLOCK).unwrap()[0].physical;
     let disk = File::options().write(true).open(disk).unwrap();
     disk.write_all_at(&[0xa5; 16 * BLOCK as usize], place + BLOCK).unwrap();
     disk.sync_all().unwrap();
@@ -146,9 +196,7 @@ pub fn damage_below_page_cache(file: &Path, disk: &Path) {
 }
 
 /// The number of guards of deferred volumes that are mounted at `path`.
-pub fn guards_at(path: &std::path::Path) -> usize {
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let at_path = |line: &&str| line.split(' ').nth(4) == path.to_str();
-    let guards = mounts.lines().filter(at_path);
-    guards.filter(|line| line.contains(" csi-loopback-deferred-volume ")).count()
+pub fn guards_at(path: &Path) -> usize {
+    let is_guard = |mount: &&Mount| mount.source == "csi-loopback-deferred-volume";
+    mounts_at(path).iter().filter(is_guard).count()
 }

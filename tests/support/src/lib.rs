@@ -16,7 +16,10 @@ pub mod http;
 pub mod inline;
 pub mod kernel;
 pub mod load;
+pub mod mutants;
 pub mod ops;
+pub mod points;
+pub mod process;
 pub mod random;
 pub mod requests;
 pub mod runtime;
@@ -34,7 +37,7 @@ use std::thread;
 
 use csi_loopback::backend::{
     Access, AccessMode, Backend, BlockMap, Capability, Config, CreateVolume, FsType, ModifyVolume,
-    PoolChoice, PoolKind, Publication, Snapshot, Style, Volume, VolumeRequest,
+    PoolChoice, PoolKind, Publication, Snapshot, Style, Volume, VolumeRequest, check,
 };
 use nix::fcntl::{FallocateFlags, fallocate};
 use tempfile::TempDir;
@@ -47,12 +50,6 @@ pub const GIB: u64 = 1 << 30;
 pub const BLOCK: u64 = 4096;
 
 pub const ALL_KINDS: [PoolKind; 3] = [PoolKind::Reflink, PoolKind::Image, PoolKind::Copy];
-
-/// The reason why this machine cannot run tests that need root, if any.
-pub fn why_no_root() -> Option<&'static str> {
-    let root = nix::unistd::geteuid().is_root();
-    (!root).then_some("needs root, for loop devices and mounts")
-}
 
 /// Reports that the machine does not meet a requirement of the running test. hack/test.sh counts
 /// these lines.
@@ -74,6 +71,17 @@ pub fn tool(function: &str) -> Result<PathBuf, String> {
     }
 }
 
+/// All files below a directory, in order.
+pub fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { found.extend(files_below(&path)) } else { found.push(path) }
+    }
+    found.sort();
+    found
+}
+
 /// The path of a program of hack/tools. Reports a skip if the machine cannot build it.
 pub fn go_tool(name: &str) -> Option<PathBuf> {
     tool(&format!("go_tool {name}")).map_err(|why| skip(&format!("needs {name}: {why}"))).ok()
@@ -93,11 +101,11 @@ pub fn test_name() -> String {
 /// of this process runs until this one ends.
 pub fn have_root() -> bool {
     lock_for_thread();
-    let missing = why_no_root();
-    if let Some(why) = missing {
-        skip(why);
+    let is_root = nix::unistd::geteuid().is_root();
+    if !is_root {
+        skip("needs root, for loop devices and mounts");
     }
-    missing.is_none()
+    is_root
 }
 
 /// Serializes tests that need root: they share the machine's loop devices and mounts, and some a
@@ -136,6 +144,16 @@ pub fn with_pool(kind: PoolKind, run: impl FnOnce(&mut Pool)) {
     if have_root() {
         run(&mut Pool::new(kind));
     }
+}
+
+/// A fresh pool with this configuration. Reports a skip if the machine cannot run it.
+pub fn pool_with(kind: PoolKind, configure: impl FnOnce(&mut Config)) -> Option<Pool> {
+    have_root().then(|| Pool::with(kind, configure))
+}
+
+/// A private directory, removed when it is dropped.
+pub fn directory() -> TempDir {
+    TempDir::with_prefix("csi-loopback-").unwrap()
 }
 
 /// A number from the environment: the size of a test.
@@ -177,41 +195,58 @@ pub fn have_large_blocks() -> bool {
     have
 }
 
-/// An XFS with reflink in an image file, mounted in a directory.
-pub struct Xfs {
-    mounted_at: PathBuf,
-}
+/// A filesystem in a sparse image file, mounted in a directory next to it.
+pub struct ImageFs(PathBuf);
 
-impl Xfs {
-    /// Creates and mounts a sparse image of `size` bytes.
-    pub fn mount(directory: &Path, size: u64) -> Self {
-        let image = directory.join("xfs.img");
-        File::create(&image).unwrap().set_len(size).unwrap();
+impl ImageFs {
+    /// Mounts an XFS that shares blocks.
+    pub fn xfs(directory: &Path, bytes: u64) -> Self {
         let block_size = format!("size={}", pool_block_size().unwrap_or(BLOCK));
-        run("mkfs.xfs", &["-q", "-m", "reflink=1,rmapbt=0", "-b", &block_size, path(&image)]);
-        let mounted_at = directory.join("xfs");
-        fs::create_dir(&mounted_at).unwrap();
-        run("mount", &["-o", "loop", path(&image), path(&mounted_at)]);
-        Self { mounted_at }
+        let options = ["-q", "-m", "reflink=1,rmapbt=0", "-b", &block_size];
+        Self::mount(directory, "xfs", bytes, &options)
+    }
+
+    pub fn ext4(directory: &Path, bytes: u64) -> Self {
+        Self::mount(directory, "ext4", bytes, &["-q", "-m", "0"])
+    }
+
+    pub fn btrfs(directory: &Path, bytes: u64) -> Self {
+        Self::mount(directory, "btrfs", bytes, &["-q", "-f"])
+    }
+
+    fn mount(directory: &Path, fs_type: &str, bytes: u64, options: &[&str]) -> Self {
+        let made = Self(directory.join(fs_type));
+        File::create(made.image()).unwrap().set_len(bytes).unwrap();
+        fs::create_dir(&made.0).unwrap();
+        run(&format!("mkfs.{fs_type}"), &[options, &[path(&made.image())]].concat());
+        made.attach();
+        made
+    }
+
+    fn image(&self) -> PathBuf {
+        self.0.with_extension("img")
+    }
+
+    fn attach(&self) {
+        run("mount", &["-o", "loop", path(&self.image()), path(&self.0)]);
     }
 
     pub fn path(&self) -> &Path {
-        &self.mounted_at
+        &self.0
     }
 
     /// Unmounts and mounts it, as an administrator does after an error.
     fn remount(&self) {
-        kernel::unmount(&self.mounted_at);
-        let image = self.mounted_at.with_file_name("xfs.img");
-        run("mount", &["-o", "loop", path(&image), path(&self.mounted_at)]);
+        kernel::unmount(&self.0);
+        self.attach();
     }
 }
 
-impl Drop for Xfs {
+impl Drop for ImageFs {
     fn drop(&mut self) {
         if !keep() {
             // The kernel detaches the loop device at the unmount.
-            kernel::unmount(&self.mounted_at);
+            kernel::unmount(&self.0);
         }
     }
 }
@@ -226,7 +261,7 @@ pub struct Pool {
     config: Config,
     attached: Vec<Attached>,
     // Dropped in this order: the filesystem before its directory.
-    xfs: Option<Xfs>,
+    below: Option<ImageFs>,
     directory: TempDir,
 }
 
@@ -245,9 +280,27 @@ impl Pool {
     }
 
     pub fn with(kind: PoolKind, configure: impl FnOnce(&mut Config)) -> Self {
-        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        let xfs = (kind == PoolKind::Reflink).then(|| Xfs::mount(directory.path(), 16 * GIB));
-        let place = xfs.as_ref().map_or(directory.path(), Xfs::path);
+        let directory = directory();
+        let below = (kind == PoolKind::Reflink).then(|| ImageFs::xfs(directory.path(), 16 * GIB));
+        Self::on(directory, below, kind, configure)
+    }
+
+    /// On a filesystem of this size: an XFS for a reflink pool, else an ext4.
+    pub fn on_small(kind: PoolKind, bytes: u64, configure: impl FnOnce(&mut Config)) -> Self {
+        let directory = directory();
+        let make = if kind == PoolKind::Reflink { ImageFs::xfs } else { ImageFs::ext4 };
+        let below = make(directory.path(), bytes);
+        Self::on(directory, Some(below), kind, configure)
+    }
+
+    /// On the filesystem `below`, which is in the directory, or else in the directory.
+    pub fn on(
+        directory: TempDir,
+        below: Option<ImageFs>,
+        kind: PoolKind,
+        configure: impl FnOnce(&mut Config),
+    ) -> Self {
+        let place = below.as_ref().map_or(directory.path(), ImageFs::path);
         let mut config = Config {
             data_dir: place.join("data"),
             pool: PoolChoice::Kind(kind),
@@ -263,7 +316,7 @@ impl Pool {
         };
         configure(&mut config);
         let backend = Backend::open(config.clone()).unwrap();
-        Self { backend: Some(backend), config, attached: Vec::new(), xfs, directory }
+        Self { backend: Some(backend), config, attached: Vec::new(), below, directory }
     }
 
     pub fn backend(&self) -> &Backend {
@@ -310,10 +363,25 @@ impl Pool {
         Ok(())
     }
 
-    /// Remounts the filesystem of a reflink pool. The backend must be closed.
+    /// Remounts the filesystem that contains the data directory, if the pool has one of its own. The
+    /// backend must be closed.
     pub fn remount(&self) {
         assert!(!self.is_open());
-        self.xfs.iter().for_each(Xfs::remount);
+        self.below.iter().for_each(ImageFs::remount);
+    }
+
+    /// Closes the backend. The pool check must find nothing.
+    #[track_caller]
+    pub fn stop_sound(&mut self) {
+        self.stop();
+        assert_eq!(check::check(self.data_dir()).unwrap().findings, []);
+    }
+
+    /// Restarts the backend. Meanwhile the pool check must find nothing.
+    #[track_caller]
+    pub fn restart_sound(&mut self) {
+        self.stop_sound();
+        self.start();
     }
 
     /// Closes and opens the backend, like a restart of the driver.
@@ -491,6 +559,10 @@ pub fn run(program: &str, arguments: &[&str]) {
     let output = output.unwrap_or_else(|e: io::Error| panic!("{program}: {e}"));
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{program} {arguments:?}: {stderr}");
+}
+
+pub fn owned(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
 }
 
 pub fn path(path: &Path) -> &str {

@@ -5,26 +5,24 @@ use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Command, ExitStatus, Output};
 
 use csi_loopback::crust::{Directory, Entry, Target};
 use csi_loopback::proto::crust as api;
-use hyper_util::rt::TokioIo;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use api::runtime_client::RuntimeClient;
 use api::volume_group_change_policy::Policy;
 use api::volume_type::Type;
 
-use super::driver::{PATIENCE, binary};
-use super::path;
+use super::driver::{PATIENCE, assert_refused, binary, channel_of};
+use super::process::{Process, finish, text_of};
+use super::{owned, path};
 
 /// A loop device. Dropping it detaches the device.
 #[derive(Debug)]
@@ -57,7 +55,7 @@ impl Drop for Device {
 }
 
 pub struct Ops {
-    child: Option<Child>,
+    process: Option<Process>,
     flags: Vec<String>,
     runtime: Runtime,
     pub device: Device,
@@ -69,8 +67,8 @@ impl Ops {
     pub fn start(flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let mut ops = Self {
-            child: None,
-            flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
+            process: None,
+            flags: owned(flags),
             runtime: Runtime::new().unwrap(),
             device: Device::new(directory.path(), 16 << 20),
             directory,
@@ -98,8 +96,6 @@ impl Ops {
     /// Its command line. `flags` override defaults.
     fn command(&self, flags: &[String]) -> Command {
         let (socket, crust, kata) = (self.socket(), self.crust_dir(), self.kata_dir());
-        let log = self.scratch().join("ops.log");
-        let log = File::options().create(true).append(true).open(log).unwrap();
         let mut command = Command::new(binary());
         command.args(["--mode", "runtime-ops", "--log-level", "debug"]);
         for (flag, value) in [("--endpoint", socket), ("--crust-dir", crust), ("--kata-dir", kata)]
@@ -108,38 +104,30 @@ impl Ops {
                 command.args([flag, path(&value)]);
             }
         }
-        command.args(flags).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        command.args(flags);
         command
     }
 
     /// Starts it and waits until it is ready.
     pub fn start_again(&mut self) {
-        self.child = Some(self.command(&self.flags).spawn().unwrap());
-        let until = Instant::now() + PATIENCE;
-        while UnixStream::connect(self.socket()).is_err() {
-            let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
-            assert!(
-                ended.is_none() && Instant::now() < until,
-                "crust_ops did not start\n{}",
-                self.log()
-            );
-            thread::sleep(Duration::from_millis(2));
-        }
+        let mut process = Process::spawn("ops", self.command(&self.flags), self.scratch());
+        let socket = self.socket();
+        process.wait_for("crust_ops is ready", |_| UnixStream::connect(&socket).ok());
+        self.process = Some(process);
     }
 
     pub fn start_with(&mut self, flags: &[&str]) {
-        self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.flags = owned(flags);
         self.start_again();
     }
 
     /// Runs a second process, which must end by itself.
     pub fn run_another(&self, flags: &[&str]) -> Output {
-        let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
-        self.command(&flags).stderr(Stdio::piped()).output().unwrap()
+        finish(self.command(&owned(flags)))
     }
 
     pub fn log(&self) -> String {
-        String::from_utf8_lossy(&fs::read(self.scratch().join("ops.log")).unwrap()).into_owned()
+        text_of(&self.scratch().join("ops.log"))
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -147,11 +135,11 @@ impl Ops {
     }
 
     pub fn pid(&self) -> Pid {
-        Pid::from_raw(self.child.as_ref().unwrap().id() as i32)
+        self.process.as_ref().unwrap().pid()
     }
 
     pub fn wait(&mut self) -> ExitStatus {
-        self.child.take().unwrap().wait().unwrap()
+        self.process.take().unwrap().wait(PATIENCE).unwrap()
     }
 
     pub fn stop(&mut self) -> ExitStatus {
@@ -161,14 +149,8 @@ impl Ops {
 
     /// A new connection.
     fn client(&self) -> RuntimeClient<Channel> {
-        let socket = self.socket();
         let _inside = self.runtime.enter();
-        let connect = tower::service_fn(move |_: Uri| {
-            let socket = socket.clone();
-            async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-        });
-        let endpoint = Endpoint::from_static("http://localhost");
-        RuntimeClient::new(endpoint.connect_with_connector_lazy(connect))
+        RuntimeClient::new(channel_of(Endpoint::from_static("http://localhost"), self.socket()))
     }
 
     pub fn stage(&self, request: api::RuntimeStageVolumeRequest) -> Result<(), Status> {
@@ -241,26 +223,12 @@ impl Ops {
     }
 }
 
-impl Drop for Ops {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            eprintln!("{}", self.log());
-        }
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
 pub fn policy(policy: Policy) -> Option<api::VolumeGroupChangePolicy> {
     Some(api::VolumeGroupChangePolicy { policy: policy.into() })
 }
 
 /// Asserts that a call failed with this code and with `words` in its message.
 #[track_caller]
-pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, words: &str) {
-    let status = result.expect_err(words);
-    assert_eq!(status.code(), code, "{status:?}");
-    assert!(status.message().contains(words), "{words:?} not in {status:?}");
+pub fn assert_code<T>(result: Result<T, Status>, code: Code, words: &str) {
+    assert_refused(result, code, words, "crust_ops");
 }

@@ -1,7 +1,9 @@
 //! A pseudorandom number generator with a seed.
 
+use std::collections::BTreeSet;
 use std::time::UNIX_EPOCH;
 
+#[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
@@ -26,6 +28,15 @@ impl Random {
     /// A number below `limit`; 0 for a limit of 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.next_u64() % limit.max(1)
+    }
+
+    /// `count` distinct numbers below `limit`, ascending.
+    pub fn distinct(&mut self, count: usize, limit: u64) -> Vec<u64> {
+        let mut numbers = BTreeSet::new();
+        while numbers.len() < count {
+            numbers.insert(self.below(limit));
+        }
+        numbers.into_iter().collect()
     }
 
     pub fn one_in(&mut self, times: u64) -> bool {

@@ -3,6 +3,7 @@
 use admin::base_admin_client::BaseAdminClient;
 use admin::pool_admin_client::PoolAdminClient;
 use admin::volume_admin_client::VolumeAdminClient;
+use bytes::Bytes;
 use csi::controller_client::ControllerClient;
 use csi::group_controller_client::GroupControllerClient;
 use csi::identity_client::IdentityClient;
@@ -13,13 +14,15 @@ use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use csi_loopback::proto::admin::v1 as admin;
 use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotsession as session;
+use hyper_util::rt::TokioIo;
 use session::snapshot_metadata_client::SnapshotMetadataClient as SessionClient;
 use std::any::Any;
-use std::path::Path;
-use tonic::transport::Channel;
+use std::path::{Path, PathBuf};
+use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
-use super::driver::Driver;
+use super::driver::{Driver, PATIENCE};
+use super::owned;
 
 pub const NO_VOLUME: &str = "vol-none-0123456789abcdef";
 pub const NO_SNAPSHOT: &str = "snap-none-0123456789abcdef";
@@ -34,6 +37,26 @@ pub fn from_source(name: &str, source: Source<'_>, bytes: u64) -> csi::CreateVol
 pub fn volume_ids(driver: &Driver) -> Vec<String> {
     let entries = driver.ok(csi::ListVolumesRequest::default()).entries;
     entries.into_iter().map(|entry| entry.volume.unwrap().volume_id).collect()
+}
+
+/// The numbers of the capabilities of the Controller service.
+pub fn controller_capabilities(driver: &Driver) -> Vec<i32> {
+    let answer = driver.ok(csi::ControllerGetCapabilitiesRequest {});
+    let of = |one: csi::ControllerServiceCapability| {
+        let csi::controller_service_capability::Type::Rpc(rpc) = one.r#type.unwrap();
+        rpc.r#type
+    };
+    answer.capabilities.into_iter().map(of).collect()
+}
+
+/// The numbers of the capabilities of the Node service.
+pub fn node_capabilities(driver: &Driver) -> Vec<i32> {
+    let answer = driver.ok(csi::NodeGetCapabilitiesRequest {});
+    let of = |one: csi::NodeServiceCapability| {
+        let csi::node_service_capability::Type::Rpc(rpc) = one.r#type.unwrap();
+        rpc.r#type
+    };
+    answer.capabilities.into_iter().map(of).collect()
 }
 
 pub fn snapshots_where(driver: &Driver, request: csi::ListSnapshotsRequest) -> Vec<csi::Snapshot> {
@@ -85,7 +108,7 @@ pub fn mounted_as(fs_type: &str, mode: Mode) -> csi::VolumeCapability {
 pub fn with_flags(fs_type: &str, mode: Mode, flags: &[&str]) -> csi::VolumeCapability {
     let mount = MountVolume {
         fs_type: fs_type.to_owned(),
-        mount_flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
+        mount_flags: owned(flags),
         volume_mount_group: String::new(),
         ..MountVolume::default()
     };
@@ -140,7 +163,7 @@ pub fn create_group_snapshot(
 ) -> csi::CreateVolumeGroupSnapshotRequest {
     csi::CreateVolumeGroupSnapshotRequest {
         name: name.to_owned(),
-        source_volume_ids: volume_ids.iter().map(|id| (*id).to_owned()).collect(),
+        source_volume_ids: owned(volume_ids),
         ..Default::default()
     }
 }
@@ -298,6 +321,26 @@ metadata! {
         get_delta(GetDeltaRequest);
 }
 
+/// A channel to a socket. Must be called in a tokio runtime.
+pub fn channel_of(endpoint: Endpoint, socket: PathBuf) -> Channel {
+    endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let socket = socket.clone();
+        async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+    }))
+}
+
+/// The response to a call, or an error after the time limit of a test.
+pub async fn call_through<R: Rpc>(channel: Channel, request: R) -> Result<R::Response, Status> {
+    let late = |_| Err(Status::unknown("the call exceeded the time limit of the test"));
+    tokio::time::timeout(PATIENCE, request.send(channel)).await.unwrap_or_else(late)
+}
+
+/// A message with gRPC's prefix of five bytes.
+pub fn framed(message: &[u8]) -> Bytes {
+    let length = u32::try_from(message.len()).unwrap();
+    [&[0], &length.to_be_bytes()[..], message].concat().into()
+}
+
 /// A request of an RPC.
 pub trait Rpc: std::fmt::Debug + Any {
     type Response;
@@ -367,56 +410,26 @@ rpcs! {
         node_get_info(NodeGetInfoRequest) -> NodeGetInfoResponse;
 }
 
-impl Rpc for admin::GetPoolRequest {
-    type Response = admin::Pool;
+macro_rules! admin_rpcs {
+    ($($client:ident $method:ident($request:ident) -> $answer:ident $(: $field:ident)?;)*) => {$(
+        impl Rpc for admin::$request {
+            type Response = admin::$answer;
 
-    async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
-        let answer = PoolAdminClient::new(channel).get_pool(self).await?;
-        Ok(answer.into_inner().pool.unwrap())
-    }
+            async fn send(self, channel: Channel) -> Result<admin::$answer, Status> {
+                let answer = $client::new(channel).$method(self).await?.into_inner();
+                Ok(answer$(.$field.unwrap())?)
+            }
+        }
+    )*};
 }
 
-impl Rpc for admin::GrowPoolRequest {
-    type Response = admin::Pool;
-
-    async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
-        let answer = PoolAdminClient::new(channel).grow_pool(self).await?;
-        Ok(answer.into_inner().pool.unwrap())
-    }
-}
-
-impl Rpc for admin::GetVolumeRequest {
-    type Response = admin::Volume;
-
-    async fn send(self, channel: Channel) -> Result<admin::Volume, Status> {
-        let answer = VolumeAdminClient::new(channel).get_volume(self).await?;
-        Ok(answer.into_inner().volume.unwrap())
-    }
-}
-
-impl Rpc for admin::ListInlineVolumesRequest {
-    type Response = admin::ListInlineVolumesResponse;
-
-    async fn send(self, channel: Channel) -> Result<admin::ListInlineVolumesResponse, Status> {
-        Ok(VolumeAdminClient::new(channel).list_inline_volumes(self).await?.into_inner())
-    }
-}
-
-impl Rpc for admin::ListBasesRequest {
-    type Response = admin::ListBasesResponse;
-
-    async fn send(self, channel: Channel) -> Result<admin::ListBasesResponse, Status> {
-        Ok(BaseAdminClient::new(channel).list_bases(self).await?.into_inner())
-    }
-}
-
-impl Rpc for admin::SetBaseRetentionRequest {
-    type Response = admin::Base;
-
-    async fn send(self, channel: Channel) -> Result<admin::Base, Status> {
-        let answer = BaseAdminClient::new(channel).set_base_retention(self).await?;
-        Ok(answer.into_inner().base.unwrap())
-    }
+admin_rpcs! {
+    PoolAdminClient get_pool(GetPoolRequest) -> Pool: pool;
+    PoolAdminClient grow_pool(GrowPoolRequest) -> Pool: pool;
+    VolumeAdminClient get_volume(GetVolumeRequest) -> Volume: volume;
+    VolumeAdminClient list_inline_volumes(ListInlineVolumesRequest) -> ListInlineVolumesResponse;
+    BaseAdminClient list_bases(ListBasesRequest) -> ListBasesResponse;
+    BaseAdminClient set_base_retention(SetBaseRetentionRequest) -> Base: base;
 }
 
 #[track_caller]

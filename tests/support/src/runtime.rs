@@ -6,16 +6,17 @@ use std::cell::RefCell;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use csi_loopback::crust::{Directory, Entry, MountInfo, Target};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::driver::binary;
-use super::{MIB, have_root, keep, path, run};
+use super::kernel::Watch;
+use super::ops::Device;
+use super::{MIB, have_root, keep, owned, path, run};
 
 pub const PROGRAM: &str = "csi-loopback-runc";
 
@@ -41,7 +42,8 @@ pub struct Node {
     config: PathBuf,
     containers: RefCell<Vec<String>>,
     mounted: RefCell<Vec<PathBuf>>,
-    devices: RefCell<Vec<PathBuf>>,
+    // Detached after the mounts are removed.
+    devices: RefCell<Vec<Device>>,
     directory: TempDir,
 }
 
@@ -100,11 +102,10 @@ impl Node {
             "xfs" => run("mkfs.xfs", &["-q", "-f", path(&image)]),
             _ => run("mkfs.btrfs", &["-q", "-f", path(&image)]),
         }
-        let output = Command::new("losetup").args(["-f", "--show", path(&image)]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        let device = PathBuf::from(String::from_utf8(output.stdout).unwrap().trim());
-        self.devices.borrow_mut().push(device.clone());
-        device
+        let device = Device::attach(&image, &[]);
+        let path = device.path().into();
+        self.devices.borrow_mut().push(device);
+        path
     }
 
     /// Grows a device.
@@ -263,17 +264,9 @@ impl Node {
         let mut tables = vec![PathBuf::from("/proc/self/mountinfo")];
         tables.extend(others.iter().map(|pid| PathBuf::from(format!("/proc/{pid}/mountinfo"))));
         let (device, work) = (device.to_owned(), self.path("work"));
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let watcher = std::thread::spawn(move || {
-            let (mut seen, mut polls) = (Vec::new(), 0);
-            while !stopped.load(Ordering::Relaxed) {
-                seen.extend(tables.iter().flat_map(|table| shown(&device, &work, table)));
-                polls += 1;
-            }
-            (seen, polls)
-        });
-        Watch { stop, watcher }
+        Watch::start(Duration::ZERO, move || {
+            tables.iter().flat_map(|table| shown(&device, &work, table)).collect()
+        })
     }
 }
 
@@ -294,25 +287,10 @@ pub fn is_live(device: &Path) -> bool {
     below("/sys/fs/ext4") || below("/sys/fs/xfs") || btrfs.flatten().any(in_btrfs)
 }
 
-pub struct Watch {
-    stop: Arc<AtomicBool>,
-    watcher: JoinHandle<(Vec<String>, usize)>,
-}
-
-impl Watch {
-    /// Stops and asserts that no mount was seen.
-    #[track_caller]
-    pub fn end(self) {
-        self.stop.store(true, Ordering::Relaxed);
-        let (seen, polls) = self.watcher.join().unwrap();
-        assert!(seen.is_empty(), "{seen:?}");
-        println!("polled {polls} times");
-    }
-}
-
 impl Drop for Node {
     fn drop(&mut self) {
         if keep() {
+            std::mem::forget(self.devices.take());
             return;
         }
         for id in self.containers.borrow().iter() {
@@ -320,9 +298,6 @@ impl Drop for Node {
         }
         for at in self.mounted.borrow().iter().rev() {
             super::kernel::unmount(at);
-        }
-        for device in self.devices.borrow().iter() {
-            let _ = Command::new("losetup").arg("-d").arg(device).output();
         }
     }
 }
@@ -432,8 +407,7 @@ impl Container<'_> {
 }
 
 pub fn info(device: &Path, fs_type: &str, options: &[&str]) -> MountInfo {
-    let options = options.iter().map(|option| (*option).to_owned()).collect();
-    MountInfo::new(path(device).to_owned(), fs_type.to_owned(), options)
+    MountInfo::new(path(device).to_owned(), fs_type.to_owned(), owned(options))
 }
 
 /// A bind mount of a container in the form of CRI runtimes.

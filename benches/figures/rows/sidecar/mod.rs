@@ -48,22 +48,17 @@ fn with_rig(
     extents: u64,
     part: Part,
 ) -> Result<()> {
-    let run = || {
-        // In parallel, because each takes seconds.
-        let (cluster, made) = thread::scope(|scope| {
-            let starting = scope.spawn(Cluster::start);
-            let made = records::driver_with_delta(extents);
-            (starting.join(), made)
-        });
-        let cluster = cluster.map_err(|_| anyhow!("the cluster did not start"))?;
-        let what = "API server and released sidecar";
-        let Some(cluster) = started(row, what, cluster, report)? else { return Ok(()) };
-        let (driver, base, target) = made?;
-        part(options, report, &Rig::new(&cluster, &driver, &base, &target)?)
-    };
-    // The test harness panics on errors. The thread keeps a panic from ending the other rows.
-    thread::scope(|scope| scope.spawn(run).join())
-        .unwrap_or_else(|_| Err(anyhow!("the test harness panicked")))
+    // In parallel, because each takes seconds.
+    let (cluster, made) = thread::scope(|scope| {
+        let starting = scope.spawn(Cluster::start);
+        let made = records::driver_with_delta(extents);
+        (starting.join(), made)
+    });
+    let cluster = cluster.map_err(|_| anyhow!("the cluster did not start"))?;
+    let what = "API server and released sidecar";
+    let Some(cluster) = started(row, what, cluster, report)? else { return Ok(()) };
+    let (driver, base, target) = made?;
+    part(options, report, &Rig::new(&cluster, &driver, &base, &target)?)
 }
 
 /// The cluster, or none, with a row of the reason, if the machine lacks what it needs.

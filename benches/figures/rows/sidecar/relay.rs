@@ -26,6 +26,7 @@ use crate::records::Pattern;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, digits, grouped, millions, time};
 use support::cluster::sidecar::{channel_with, connect, connector};
+use support::requests::delta;
 
 /// The method of the Kubernetes API.
 pub const DELTA: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataDelta";
@@ -138,12 +139,8 @@ pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>, extents: u6
 
 /// The encoded request of each route; the routes have different message types.
 fn requests(rig: &Rig<'_>, max: i32) -> [RawMessage; 3] {
-    let direct = csi::GetMetadataDeltaRequest {
-        base_snapshot_id: rig.base.clone(),
-        target_snapshot_id: rig.target.clone(),
-        max_results: max,
-        ..Default::default()
-    };
+    let direct = delta(&rig.base, &rig.target);
+    let direct = csi::GetMetadataDeltaRequest { max_results: max, ..direct };
     let mut through = rig.delta(&rig.token(), &rig.base, "target");
     through.max_results = max;
     let through = RawMessage::of(&through);
@@ -249,20 +246,16 @@ fn in_turn<const ROUTES: usize>(
             let sidecars = route.sidecars.iter().copied().map(CpuClock::of);
             let clocks =
                 [vec![rig.driver.cpu()?], sidecars.collect::<Result<_>>()?, vec![CpuClock::own()]];
-            let now = || {
-                clocks.each_ref().map(|some| some.iter().map(|clock| clock.now()).sum::<Duration>())
-            };
-            let before = now();
             let took = rig.driver.runtime.block_on(async {
                 match client {
                     Client::Raw => route.frames(request, drop).await.map(|received| received.whole),
                     Client::Decoding => route.decoded(request, extents).await,
                 }
             })?;
-            let after = now();
+            let cpu = clocks.map(|some| some.iter().map(|clock| clock.spent()).sum::<Duration>());
             spent.times.push(took.as_secs_f64());
-            for of in 0..clocks.len() {
-                spent.cpu[of].push((after[of] - before[of]).as_secs_f64());
+            for (all, cpu) in spent.cpu.iter_mut().zip(cpu) {
+                all.push(cpu.as_secs_f64());
             }
         }
     }

@@ -146,7 +146,6 @@ fn run_clients(
     rig.settle(WRITTEN);
     let reviews_before = rig.cluster.requests_by(&user);
     let clock = CpuClock::of(sidecar.pid())?;
-    let before = clock.now();
     let counted = Arc::new(Counted::default());
     let begun = Instant::now();
     rig.driver.runtime.block_on(async {
@@ -163,7 +162,7 @@ fn run_clients(
         tokio::time::sleep(duration).await;
     });
     let took = begun.elapsed().as_secs_f64();
-    let cpu = (clock.now() - before).as_secs_f64();
+    let cpu = clock.spent().as_secs_f64();
     drop(channels);
     rig.settle(WRITTEN);
     let reviews = (rig.cluster.requests_by(&user) - reviews_before) as u64;

@@ -6,7 +6,6 @@ use anyhow::{Context, Result};
 use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotmetadata as api;
 
-use crate::calls::Capability;
 use crate::harness::Driver;
 use support::cluster::Cluster;
 use support::cluster::access::{Account, rule, sidecar_rules};
@@ -44,7 +43,7 @@ impl<'a> Rig<'a> {
     /// `still` and `same` without changes between them.
     pub fn new(cluster: &'a Cluster, driver: &'a Driver, base: &str, target: &str) -> Result<Self> {
         let driver_name = driver.call(csi::GetPluginInfoRequest {})?.name;
-        let volume = driver.volume("quiet", 1 << 30, Capability::Block)?;
+        let volume = driver.volume("quiet", 1 << 30)?;
         let (still, same) = (driver.snapshot("still", &volume)?, driver.snapshot("same", &volume)?);
         let snapshotter = cluster.snapshotter(&driver.socket());
         let namespace = cluster.namespace("bench");
@@ -143,13 +142,7 @@ impl<'a> Rig<'a> {
     }
 
     pub fn delta(&self, token: &str, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
-        api::GetMetadataDeltaRequest {
-            security_token: token.to_owned(),
-            namespace: self.namespace.clone(),
-            base_snapshot_id: base.to_owned(),
-            target_snapshot_name: target.to_owned(),
-            ..Default::default()
-        }
+        sidecar::delta(token.to_owned(), &self.namespace, base, target)
     }
 }
 

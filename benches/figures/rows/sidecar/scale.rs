@@ -168,10 +168,10 @@ async fn size(client: &Client) -> Result<u64> {
 fn wait_until_idle(options: Options, pid: u32) -> Result<Instant> {
     let clock = CpuClock::of(pid)?;
     let pause = options.pick(PAUSE, PAUSE / 10);
-    let (mut last_busy, mut before) = (Instant::now(), clock.now());
+    let (mut last_busy, mut before) = (Instant::now(), Duration::ZERO);
     while last_busy.elapsed() < pause {
         thread::sleep(LOOK);
-        let now = clock.now();
+        let now = clock.spent();
         if now - before > BUSY {
             last_busy = Instant::now();
         }

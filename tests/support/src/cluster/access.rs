@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenReview, TokenReviewStatus};
 use k8s_openapi::api::authorization::v1::SubjectAccessReview;
 use k8s_openapi::api::core::v1::ServiceAccount;
@@ -13,7 +15,7 @@ use kube::api::PostParams;
 use serde_json::{Value, json};
 
 use super::Cluster;
-use crate::{REPOSITORY, path};
+use crate::{REPOSITORY, owned, path};
 
 /// The shortest token lifetime of the API server.
 pub const SHORTEST: Duration = Duration::from_secs(600);
@@ -34,7 +36,6 @@ impl Account {
 
 /// A rule for resources of an API group; `""` is the core group.
 pub fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> PolicyRule {
-    let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     PolicyRule {
         api_groups: Some(owned(&[group])),
         resources: Some(owned(resources)),
@@ -125,6 +126,18 @@ impl Cluster {
         name
     }
 
+    /// Grants the rules of a file of this repository: those of Roles in this namespace.
+    pub fn grant_shipped(&self, namespace: &str, account: &Account, file: &str) {
+        for object in shipped(file) {
+            let rules = || serde_json::from_value::<Vec<_>>(object["rules"].clone()).unwrap();
+            match object["kind"].as_str() {
+                Some("ClusterRole") => drop(self.grant(account, &rules())),
+                Some("Role") => drop(self.grant_in(namespace, account, &rules())),
+                _ => {}
+            }
+        }
+    }
+
     /// The API server applies changes of RBAC objects after a moment.
     fn wait_until_allowed(&self, account: &Account, namespace: Option<&str>, rules: &[PolicyRule]) {
         for rule in rules {
@@ -212,16 +225,17 @@ impl Cluster {
     pub fn resigned(&self, token: &str, change: impl FnOnce(&mut Value)) -> String {
         let mut parts = token.split('.');
         let (header, claims) = (parts.next().unwrap(), parts.next().unwrap());
-        let mut claims: Value = serde_json::from_slice(&base64_decoded(claims)).unwrap();
+        let mut claims: Value =
+            serde_json::from_slice(&URL_SAFE_NO_PAD.decode(claims).unwrap()).unwrap();
         change(&mut claims);
-        let signed = format!("{header}.{}", base64(claims.to_string().as_bytes()));
+        let signed = format!("{header}.{}", URL_SAFE_NO_PAD.encode(claims.to_string()));
         let (input, key) = (self.write("claims", &signed), self.directory().join("pki/sa.key"));
         let output = Command::new("openssl")
             .args(["dgst", "-sha256", "-sign", path(&key), path(&input)])
             .output()
             .unwrap();
         assert!(output.status.success(), "{output:?}");
-        format!("{signed}.{}", base64(&output.stdout))
+        format!("{signed}.{}", URL_SAFE_NO_PAD.encode(&output.stdout))
     }
 
     /// The API server's TokenReview of a token.
@@ -239,11 +253,6 @@ impl Cluster {
     /// A kubeconfig with another address of the API server: `https://127.0.0.1:PORT`.
     pub fn kubeconfig_at(&self, server: &str, account: &Account) -> PathBuf {
         let token = self.token_for(account, None, Duration::from_secs(3600));
-        self.write_kubeconfig(server, &token)
-    }
-
-    /// A kubeconfig with this token.
-    pub fn write_kubeconfig(&self, server: &str, token: &str) -> PathBuf {
         let authority = fs::read(self.directory().join("pki/ca.crt")).unwrap();
         let config = json!({
             "apiVersion": "v1",
@@ -274,17 +283,4 @@ fn binding(metadata: &Value, kind: &str, role: &str, account: &Account) -> Value
             "kind": "ServiceAccount", "namespace": account.namespace, "name": account.name,
         }],
     })
-}
-
-/// Base64url without padding, as in tokens (RFC 7515), converted from the standard alphabet of
-/// `ByteString`.
-fn base64(bytes: &[u8]) -> String {
-    let text = json!(k8s_openapi::ByteString(bytes.to_vec()));
-    text.as_str().unwrap().trim_end_matches('=').replace('+', "-").replace('/', "_")
-}
-
-fn base64_decoded(text: &str) -> Vec<u8> {
-    let padding = "=".repeat((4 - text.len() % 4) % 4);
-    let text = text.replace('-', "+").replace('_', "/") + &padding;
-    serde_json::from_value::<k8s_openapi::ByteString>(json!(text)).unwrap().0
 }

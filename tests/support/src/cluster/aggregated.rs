@@ -22,9 +22,10 @@ use tokio_rustls::client::TlsStream;
 
 use super::Cluster;
 use super::access::{Account, rule};
-use super::programs::{Process, Served, finish, free_port};
+use super::programs::{Process, Served, free_port};
+use super::sidecar::roots;
 use crate::driver::PATIENCE;
-use crate::path;
+use crate::{owned, path};
 
 /// The APIService, which exists once per cluster.
 pub const API_SERVICE: &str = "v1alpha1.cbt.storage.k8s.io";
@@ -95,8 +96,7 @@ impl<'a> Aggregated<'a> {
         let account = cluster.account(&namespace, "aggregated");
         cluster.grant(&account, &aggregated_rules());
         let kubeconfig = cluster.kubeconfig_at(server, &account);
-        let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
-        let (program, flags): (Vec<String>, Vec<String>) = (owned(program), owned(flags));
+        let (program, flags) = (owned(program), owned(flags));
         let ports = (free_port(), free_port());
         let served = spawn(cluster, &account, &kubeconfig, (&program, &flags), ports);
         let cache = cluster.unique("kubectl-cache");
@@ -138,7 +138,10 @@ impl<'a> Aggregated<'a> {
 
     /// Starts a second replica.
     pub fn another(&self) -> Served {
-        let ports = (free_port(), free_port());
+        self.spawn_at((free_port(), free_port()))
+    }
+
+    fn spawn_at(&self, ports: (u16, u16)) -> Served {
         let Self { cluster, account, kubeconfig, program, flags, .. } = self;
         spawn(cluster, account, kubeconfig, (program, flags), ports)
     }
@@ -152,10 +155,7 @@ impl<'a> Aggregated<'a> {
 
     /// Starts another process on the same ports.
     pub fn start_again(&mut self) {
-        let ports = (self.served.port, self.served.http_port);
-        let Self { cluster, account, kubeconfig, program, flags, .. } = self;
-        let served = spawn(cluster, account, kubeconfig, (program, flags), ports);
-        self.served = served;
+        self.served = self.spawn_at((self.served.port, self.served.http_port));
     }
 
     pub fn wait_until_available(&self) {
@@ -187,12 +187,7 @@ impl<'a> Aggregated<'a> {
 
     /// Runs kubectl as administrator.
     pub fn kubectl(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(self.cluster.tool("kubectl"));
-        command.env("KUBECONFIG", self.cluster.kubeconfig()).arg("--cache-dir");
-        finish({
-            command.arg(self.cluster.scratch().join(&self.cache)).args(arguments);
-            command
-        })
+        self.cluster.kubectl_with_cache(&self.cache, arguments)
     }
 
     /// The error of a kubectl command that must fail.
@@ -215,11 +210,7 @@ impl<'a> Aggregated<'a> {
     /// A direct connection to the server, HTTP/1.1 over TLS, with this client certificate.
     pub async fn connect(&self, certificate: Option<&ClientCertificate>) -> TlsStream<TcpStream> {
         let pem = self.current_bundle().await;
-        let mut roots = rustls::RootCertStore::empty();
-        for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
-            roots.add(certificate.unwrap()).unwrap();
-        }
-        let config = rustls::ClientConfig::builder().with_root_certificates(roots);
+        let config = rustls::ClientConfig::builder().with_root_certificates(roots(&pem));
         let mut config = match certificate {
             Some(ClientCertificate { chain, key }) => {
                 config.with_client_auth_cert(chain.clone(), key.clone_key()).unwrap()

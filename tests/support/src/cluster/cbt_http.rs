@@ -1,8 +1,5 @@
 //! Valid and invalid requests to a sidecar's cbt-http, and the rights that sidecar and client need.
 
-use std::collections::HashMap;
-use std::time::Duration;
-
 use axum::body::{Body, to_bytes};
 use csi_loopback::kubernetes::cbt_http::{Page, PageRequest, Problem};
 use http::{HeaderMap, Request};
@@ -15,7 +12,7 @@ use tokio::net::TcpStream;
 
 use super::access::rule;
 use super::sidecar::connector;
-use crate::driver::PATIENCE;
+use crate::driver::{PATIENCE, map};
 
 /// The additional rights of the sidecar, in its namespace and in the cluster.
 pub fn cbt_http_rules() -> Vec<PolicyRule> {
@@ -81,8 +78,7 @@ pub fn page_request(
 
 /// Adds secrets for the driver to a request.
 pub fn with_secrets(request: PageRequest, secrets: &[(&str, &str)]) -> PageRequest {
-    let secrets: HashMap<_, _> = secrets.iter().copied().collect();
-    PageRequest { secrets: serde_json::from_value(json!(secrets)).unwrap(), ..request }
+    PageRequest { secrets: serde_json::from_value(json!(map(secrets))).unwrap(), ..request }
 }
 
 /// Sends one request over a new connection to this port. The server must have a certificate for
@@ -110,6 +106,5 @@ pub async fn send(
         let status = head.status.as_u16();
         Ok(Reply { status, headers: head.headers, body: body.into() })
     };
-    let patience: Duration = PATIENCE;
-    tokio::time::timeout(patience, reply).await.map_err(|_| "timeout".to_owned())?
+    tokio::time::timeout(PATIENCE, reply).await.map_err(|_| "timeout".to_owned())?
 }

@@ -99,6 +99,7 @@ pub const ALL: [Dialect; 6] = [
 /// A snapshot in memory.
 #[derive(Debug, Clone)]
 struct Snapshot {
+    id: String,
     image: Vec<u8>,
     change_id: String,
     is_deleted: bool,
@@ -107,8 +108,8 @@ struct Snapshot {
 #[derive(Default)]
 struct State {
     image: Vec<u8>,
-    /// By id, in the order of their creation.
-    snapshots: Vec<(String, Snapshot)>,
+    /// In the order of their creation.
+    snapshots: Vec<Snapshot>,
     /// Snapshot ids by volume id.
     copies: BTreeMap<String, String>,
     /// The secrets of all metadata calls.
@@ -152,9 +153,8 @@ impl Driver {
                 }
                 Place::TwoSockets => {
                     let csi = Fake::answering(directory, &name, false, answers(false, true));
-                    let place = format!("{name}-metadata");
-                    let metadata = answers(true, false);
-                    let metadata = Fake::answering_as(directory, &place, &name, true, metadata);
+                    let socket = directory.join(format!("{name}-metadata.sock"));
+                    let metadata = Fake::answering_at(socket, &name, true, answers(true, false));
                     (csi, Some(metadata))
                 }
             }
@@ -189,16 +189,14 @@ impl Driver {
         let id = format!("{VOLUME}/{name}@{}", state.snapshots.len());
         let change_id = format!("52 21 4f/{}", state.snapshots.len());
         let image = state.image.clone();
-        let snapshot = Snapshot { image, change_id, is_deleted: false };
-        state.snapshots.push((id.clone(), snapshot));
+        state.snapshots.push(Snapshot { id: id.clone(), image, change_id, is_deleted: false });
         id
     }
 
     /// Deletes the data of a snapshot.
     pub fn delete(&self, id: &str) {
         let mut state = lock(&self.state);
-        let found = state.snapshots.iter_mut().find(|(other, _)| other == id);
-        found.unwrap().1.is_deleted = true;
+        state.snapshots.iter_mut().find(|one| one.id == id).unwrap().is_deleted = true;
     }
 
     pub fn image(&self, id: &str) -> Vec<u8> {
@@ -231,8 +229,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 impl State {
     fn existing(&self, id: &str) -> Option<&Snapshot> {
-        let found = self.snapshots.iter().find(|(other, _)| other == id);
-        found.map(|(_, snapshot)| snapshot).filter(|snapshot| !snapshot.is_deleted)
+        self.snapshots.iter().find(|one| one.id == id && !one.is_deleted)
     }
 
     fn target(&self, id: &str) -> Result<&Snapshot, (Code, String)> {
@@ -243,11 +240,10 @@ impl State {
         let mut all = self.snapshots.iter();
         if dialect.has_change_ids {
             let invalid = || (Code::InvalidArgument, format!("{id:?} is not a change id"));
-            let found = all.find(|(_, snapshot)| snapshot.change_id == id);
-            return found.map(|(_, snapshot)| snapshot).ok_or_else(invalid);
+            return all.find(|one| one.change_id == id).ok_or_else(invalid);
         }
-        let found = all.find(|(other, _)| other == id).map(|(_, snapshot)| snapshot);
-        let found = found.filter(|one| !(dialect.base_must_exist && one.is_deleted));
+        let is_base = |one: &&Snapshot| !(dialect.base_must_exist && one.is_deleted);
+        let found = all.find(|one| one.id == id).filter(is_base);
         found.ok_or_else(|| (Code::NotFound, format!("base {id:?} was not found")))
     }
 }
@@ -317,11 +313,11 @@ fn answer(dialect: Dialect, state: &mut State, method: &str, request: Bytes) -> 
 }
 
 fn listed(dialect: Dialect, state: &State) -> csi::ListSnapshotsResponse {
-    let existing = state.snapshots.iter().filter(|(_, snapshot)| !snapshot.is_deleted);
-    let entry = |(id, snapshot): &(String, Snapshot)| csi::list_snapshots_response::Entry {
+    let existing = state.snapshots.iter().filter(|snapshot| !snapshot.is_deleted);
+    let entry = |snapshot: &Snapshot| csi::list_snapshots_response::Entry {
         snapshot: Some(csi::Snapshot {
             size_bytes: if dialect.has_sizes { snapshot.image.len() as i64 } else { 0 },
-            snapshot_id: id.clone(),
+            snapshot_id: snapshot.id.clone(),
             source_volume_id: VOLUME.to_owned(),
             ready_to_use: true,
             ..Default::default()

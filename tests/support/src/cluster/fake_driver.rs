@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use csi::plugin_capability::service::Type as Service;
 use csi_loopback::proto::csi::v1 as csi;
 use h2::server::SendResponse;
@@ -14,6 +14,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::task::JoinSet;
 use tonic::Code;
+
+use crate::requests::framed;
 
 /// The response to a metadata call.
 #[derive(Debug, Clone)]
@@ -58,23 +60,18 @@ impl Drop for Fake {
 impl Fake {
     /// Must be called in a tokio runtime.
     pub fn start(directory: &Path, name: &str, capable: bool, script: Script) -> Self {
-        Self::with(directory, name, capable, script, Arc::new(|_, _| None))
+        let socket = directory.join(format!("{name}.sock"));
+        Self::at(socket, name, capable, script, Arc::new(|_, _| None))
     }
 
     /// A driver with these responses. Must be called in a tokio runtime.
     pub fn answering(directory: &Path, name: &str, capable: bool, answers: Answers) -> Self {
-        Self::with(directory, name, capable, Script::Nothing, answers)
+        Self::answering_at(directory.join(format!("{name}.sock")), name, capable, answers)
     }
 
-    /// The same with a socket of another name.
-    pub fn answering_as(
-        directory: &Path,
-        socket: &str,
-        name: &str,
-        capable: bool,
-        answers: Answers,
-    ) -> Self {
-        Self::at(directory.join(format!("{socket}.sock")), name, capable, Script::Nothing, answers)
+    /// The same at this socket.
+    pub fn answering_at(socket: PathBuf, name: &str, capable: bool, answers: Answers) -> Self {
+        Self::at(socket, name, capable, Script::Nothing, answers)
     }
 
     /// The same on a port of 127.0.0.1.
@@ -83,10 +80,6 @@ impl Fake {
         let endpoint = format!("tcp://{}", listener.local_addr().unwrap());
         let listener = Listener::Tcp(listener);
         Self::on(listener, PathBuf::new(), endpoint, name, capable, Script::Nothing, answers)
-    }
-
-    fn with(directory: &Path, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
-        Self::at(directory.join(format!("{name}.sock")), name, capable, script, answers)
     }
 
     fn at(socket: PathBuf, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
@@ -234,14 +227,6 @@ fn send(mut respond: SendResponse<Bytes>, message: Vec<u8>, script: Script) {
         return;
     };
     send_all(respond, vec![message], code, &words);
-}
-
-fn framed(message: &[u8]) -> Bytes {
-    let mut frame = BytesMut::new();
-    frame.put_u8(0);
-    frame.put_u32(message.len() as u32);
-    frame.extend_from_slice(message);
-    frame.freeze()
 }
 
 fn send_all(mut respond: SendResponse<Bytes>, messages: Vec<Vec<u8>>, code: Code, words: &str) {

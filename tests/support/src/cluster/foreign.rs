@@ -54,6 +54,7 @@ impl Freedom {
 /// The content of a snapshot. Chunks of zeros are missing.
 #[derive(Clone)]
 struct Snapshot {
+    id: String,
     name: String,
     volume: String,
     size: u64,
@@ -141,9 +142,8 @@ impl State {
             "NodeUnstageVolume" => ok(csi::NodeUnstageVolumeResponse {}),
             "NodePublishVolume" => {
                 let request: csi::NodePublishVolumeRequest = decoded(request);
-                let file = self.directory.join(&request.volume_id);
                 let _ = fs::remove_file(&request.target_path);
-                symlink(file, &request.target_path).unwrap();
+                symlink(self.file(&request.volume_id), &request.target_path).unwrap();
                 ok(csi::NodePublishVolumeResponse {})
             }
             "NodeUnpublishVolume" => {
@@ -180,10 +180,8 @@ impl State {
     }
 
     fn existing(&self, id: &str) -> Result<&Snapshot, Refused> {
-        let found = self.snapshots.iter().enumerate();
-        let mut found = found.filter(|(number, one)| snapshot_id(*number) == id && !one.is_deleted);
-        let missing = || (Code::NotFound, format!("snapshot {id:?} was not found"));
-        found.next().map(|(_, snapshot)| snapshot).ok_or_else(missing)
+        let found = self.snapshots.iter().find(|one| one.id == id && !one.is_deleted);
+        found.ok_or_else(|| (Code::NotFound, format!("snapshot {id:?} was not found")))
     }
 
     fn file(&self, volume: &str) -> PathBuf {
@@ -214,7 +212,9 @@ impl State {
             }
         }
         self.volumes.insert(id.clone(), size);
-        ok(csi::CreateVolumeResponse { volume: Some(volume(id, size)) })
+        let volume =
+            csi::Volume { volume_id: id, capacity_bytes: size as i64, ..Default::default() };
+        ok(csi::CreateVolumeResponse { volume: Some(volume) })
     }
 
     fn delete(&mut self, request: csi::DeleteVolumeRequest) -> Answer {
@@ -254,6 +254,7 @@ impl State {
                 }
                 let last = self.snapshots.iter().rfind(|one| one.volume == *id);
                 let mut snapshot = read(&self.file(id), id, last);
+                snapshot.id = format!("pool/snapshot@{:04}", self.snapshots.len());
                 snapshot.name.clone_from(&request.name);
                 self.snapshots.push(snapshot);
                 self.snapshots.len() - 1
@@ -261,10 +262,10 @@ impl State {
         };
         let is_ready = !self.freedom.is_slow || !self.begun.insert(request.name);
         let has_sizes = self.freedom.dialect.has_sizes;
-        let size = self.snapshots[number].size as i64;
+        let made = &self.snapshots[number];
         let snapshot = csi::Snapshot {
-            size_bytes: if has_sizes { size } else { 0 },
-            snapshot_id: snapshot_id(number),
+            size_bytes: if has_sizes { made.size as i64 } else { 0 },
+            snapshot_id: made.id.clone(),
             source_volume_id: id.clone(),
             ready_to_use: is_ready,
             ..Default::default()
@@ -274,8 +275,8 @@ impl State {
 
     fn delete_snapshot(&mut self, request: csi::DeleteSnapshotRequest) -> Answer {
         self.check(&request.secrets)?;
-        for (number, snapshot) in self.snapshots.iter_mut().enumerate() {
-            snapshot.is_deleted |= snapshot_id(number) == request.snapshot_id;
+        for snapshot in &mut self.snapshots {
+            snapshot.is_deleted |= snapshot.id == request.snapshot_id;
         }
         ok(csi::DeleteSnapshotResponse {})
     }
@@ -301,13 +302,11 @@ impl State {
             return Err((Code::InvalidArgument, "the base is no change id".to_owned()));
         }
         let target = self.existing(target)?;
-        let mut all = self.snapshots.iter().enumerate();
         let base = match self.freedom.dialect.base_must_exist {
             true => self.existing(base)?,
             false => {
-                let found = all.find(|(number, _)| snapshot_id(*number) == *base);
-                let missing = || (Code::NotFound, "the base was not found".to_owned());
-                found.map(|(_, snapshot)| snapshot).ok_or_else(missing)?
+                let found = self.snapshots.iter().find(|one| one.id == *base);
+                found.ok_or_else(|| (Code::NotFound, "the base was not found".to_owned()))?
             }
         };
         if base.volume != target.volume {
@@ -318,14 +317,6 @@ impl State {
         let (offset, max_results) = (request.starting_offset, request.max_results);
         messages(self.freedom.dialect, &base, &target, offset, max_results)
     }
-}
-
-fn snapshot_id(number: usize) -> String {
-    format!("pool/snapshot@{number:04}")
-}
-
-fn volume(volume_id: String, size: u64) -> csi::Volume {
-    csi::Volume { volume_id, capacity_bytes: size as i64, ..Default::default() }
 }
 
 /// The content of a file. Equal chunks of the previous snapshot are shared.
@@ -345,5 +336,6 @@ fn read(path: &Path, volume: &str, last: Option<&Snapshot>) -> Snapshot {
             _ => Some(Arc::new(chunk)),
         });
     }
-    Snapshot { name: String::new(), volume: volume.to_owned(), size, chunks, is_deleted: false }
+    let (id, name, volume) = (String::new(), String::new(), volume.to_owned());
+    Snapshot { id, name, volume, size, chunks, is_deleted: false }
 }

@@ -11,19 +11,20 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use csi_loopback::backend::PoolKind;
-use k8s_openapi::api::core::v1::{Event, Pod, Secret, ServiceAccount};
+use k8s_openapi::api::core::v1::{Event, Pod, Secret};
 use k8s_openapi::api::storage::v1::{CSIDriver, CSINode};
 use kube::api::{DeleteParams, PostParams};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use tonic::Code;
 
+use super::access::shipped;
 use super::programs::{Process, stdout_of};
 use super::{Cluster, NoCluster, await_ready};
-use crate::driver::{Driver, binary, mounts, stats, wait_for};
-use crate::inline::is_mounted;
-use crate::{REPOSITORY, path, skip};
+use crate::driver::{Driver, binary, map, mounts, stats, wait_for};
+use crate::inline::{self, is_mounted};
+use crate::process::text_of;
+use crate::{REPOSITORY, path};
 
 /// The default container of a pod.
 const CONTAINER: &str = "main";
@@ -77,8 +78,7 @@ impl Node {
 
     /// The log of all runs of kubelet.
     pub fn log(&self) -> String {
-        let log = fs::read(self.directory.join("kubelet.log")).unwrap();
-        String::from_utf8_lossy(&log).into_owned()
+        text_of(&self.directory.join("kubelet.log"))
     }
 
     /// A command that runs in the node's namespaces, and is killed with its parent.
@@ -136,8 +136,7 @@ pub struct NodeRig<'a> {
 /// The shipped CSIDriver with another name and, optionally, other lifecycle modes, which are
 /// immutable.
 pub fn definition(name: &str, modes: Option<&[&str]>) -> Value {
-    let shipped = Path::new(REPOSITORY).join("deploy/base/csi-driver.yaml");
-    let mut object: Value = serde_saphyr::from_str(&fs::read_to_string(shipped).unwrap()).unwrap();
+    let mut object = shipped("deploy/base/csi-driver.yaml").remove(0);
     object["metadata"]["name"] = name.into();
     if let Some(modes) = modes {
         object["spec"]["volumeLifecycleModes"] = modes.into();
@@ -163,22 +162,14 @@ impl<'a> NodeRig<'a> {
         modes: Option<&[&str]>,
         front: impl FnOnce(&Driver) -> PathBuf,
     ) -> Option<Self> {
-        let node = match cluster.node() {
-            Ok(node) => node,
-            Err(NoCluster::Unavailable(why)) => {
-                skip(why);
-                return None;
-            }
-            Err(NoCluster::Failed(why)) => panic!("{why}"),
-        };
+        let node = cluster.node().map_err(NoCluster::report).ok()?;
         let driver_name = format!("{}.csi.local", cluster.unique("inline"));
         let driver =
             Driver::with(PoolKind::Image, &[&["--driver-name", &driver_name], flags].concat());
         cluster.create(&cluster.api::<CSIDriver>(), definition(&driver_name, modes));
         let namespace = cluster.namespace("pods");
         // No controller creates this ServiceAccount.
-        let account = json!({ "metadata": { "name": "default" } });
-        cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), account);
+        cluster.account(&namespace, "default");
         let mut command = Command::new(cluster.tool("node-driver-registrar"));
         command.arg(format!("-driver-name={driver_name}"));
         command.arg(format!("-kubelet-registration-path={}", path(&front(&driver))));
@@ -313,9 +304,7 @@ impl<'a> NodeRig<'a> {
     /// Creates or changes a Secret with these values.
     pub fn secret(&self, name: &str, values: &[(&str, &str)]) {
         let secrets = self.cluster.api_in::<Secret>(&self.namespace);
-        let values: serde_json::Map<_, _> =
-            values.iter().map(|(key, value)| ((*key).to_owned(), (*value).into())).collect();
-        let content = json!({ "metadata": { "name": name }, "stringData": values });
+        let content = json!({ "metadata": { "name": name }, "stringData": map(values) });
         match self.cluster.get(&secrets, name) {
             None => drop(self.cluster.create(&secrets, content)),
             Some(_) => drop(self.cluster.merge(&secrets, name, &content)),
@@ -387,11 +376,9 @@ fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
     object
 }
 
-/// Kubelet's handle of an inline volume (pkg/volume/csi, makeVolumeHandle).
+/// Kubelet's handle of an inline volume.
 pub fn handle(pod: &CreatedPod, volume: &str) -> String {
-    let digest = Sha256::digest(format!("{}{volume}", pod.uid));
-    let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("csi-{digits}")
+    inline::handle(&pod.uid, volume)
 }
 
 impl Drop for NodeRig<'_> {

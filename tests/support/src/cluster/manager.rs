@@ -9,7 +9,7 @@ use k8s_openapi::api::rbac::v1::PolicyRule;
 use super::Cluster;
 use super::access::rule;
 use super::programs::{Process, Served, free_port};
-use super::sidecar::http;
+use super::sidecar::http_at;
 use crate::clock::faketime;
 use crate::path;
 
@@ -54,6 +54,16 @@ pub struct Start<'s> {
     pub ahead: Option<&'s str>,
 }
 
+/// Starts a manager with its own account and namespace, without waiting.
+pub fn start(cluster: &Cluster) -> Served {
+    let home = cluster.namespace("manager");
+    let account = cluster.account(&home, "manager");
+    cluster.grant(&account, &manager_rules());
+    let kubeconfig = cluster.kubeconfig_of(&account);
+    let start = Start { kubeconfig: &kubeconfig, namespace: &home, flags: &[], ahead: None };
+    spawn(cluster, &start)
+}
+
 /// Starts a manager with --self-signed, without waiting.
 pub fn spawn(cluster: &Cluster, start: &Start<'_>) -> Served {
     let port = free_port();
@@ -94,12 +104,6 @@ pub fn spawn_with_certificate(
 
 /// Whether this manager is the leader.
 pub fn leads(manager: &Served) -> bool {
-    http_page(manager, "/metrics").contains("\ncsi_loopback_session_manager_leading 1\n")
-}
-
-fn http_page(manager: &Served, page: &str) -> String {
-    match std::net::TcpStream::connect(("127.0.0.1", manager.http_port)) {
-        Ok(_) => http(manager, page),
-        Err(_) => String::new(),
-    }
+    http_at(manager.http_port, "/metrics")
+        .is_some_and(|page| page.contains("\ncsi_loopback_session_manager_leading 1\n"))
 }

@@ -36,7 +36,7 @@ use std::fmt::Debug;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread;
@@ -57,7 +57,8 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::driver::{PATIENCE, wait_for};
-use crate::{REPOSITORY, keep, path};
+use crate::process::text_of;
+use crate::{REPOSITORY, keep, path, skip};
 use kubelet::Node;
 use programs::Process;
 pub use shared::shared;
@@ -74,6 +75,16 @@ pub enum NoCluster {
     /// The machine does not meet a requirement.
     Unavailable(String),
     Failed(String),
+}
+
+impl NoCluster {
+    /// Reports a skip. Panics if it is a failure.
+    fn report(&self) {
+        match self {
+            Self::Unavailable(why) => skip(why),
+            Self::Failed(why) => panic!("{why}"),
+        }
+    }
 }
 
 /// Waits until a script reports in its directory that it is ready.
@@ -196,9 +207,14 @@ impl Cluster {
 
     /// Runs kubectl as administrator.
     pub fn kubectl(&self, arguments: &[&str]) -> Output {
+        self.kubectl_with_cache("kubectl-cache", arguments)
+    }
+
+    /// Runs kubectl with a cache directory of this name.
+    fn kubectl_with_cache(&self, cache: &str, arguments: &[&str]) -> Output {
         let mut command = Command::new(self.tool("kubectl"));
         command.env("KUBECONFIG", self.kubeconfig()).arg("--cache-dir");
-        command.arg(self.scratch().join("kubectl-cache")).args(arguments).stdin(Stdio::null());
+        command.arg(self.scratch().join(cache)).args(arguments);
         programs::finish(command)
     }
 
@@ -238,16 +254,32 @@ impl Cluster {
         self.block_on(api.get_opt(name)).unwrap()
     }
 
+    pub fn list<K: Object>(&self, api: &Api<K>) -> Vec<K> {
+        self.block_on(api.list(&Default::default())).unwrap().items
+    }
+
     /// Applies a merge patch (RFC 7386).
     pub fn merge<K: Object>(&self, api: &Api<K>, name: &str, patch: &Value) -> K {
-        self.block_on(api.patch(name, &PatchParams::default(), &Patch::Merge(patch))).unwrap()
+        self.try_merge(api, name, patch).unwrap()
+    }
+
+    pub fn try_merge<K: Object>(&self, api: &Api<K>, name: &str, patch: &Value) -> kube::Result<K> {
+        self.block_on(api.patch(name, &PatchParams::default(), &Patch::Merge(patch)))
     }
 
     /// Patches the status, as a controller does.
     pub fn merge_status<K: Object>(&self, api: &Api<K>, name: &str, status: &Value) -> K {
-        let patch = json!({ "status": status });
-        let patch = Patch::Merge(&patch);
-        self.block_on(api.patch_status(name, &PatchParams::default(), &patch)).unwrap()
+        self.merge_at_status(api, name, &json!({ "status": status })).unwrap()
+    }
+
+    /// Applies a merge patch to the subresource of the status.
+    pub fn merge_at_status<K: Object>(
+        &self,
+        api: &Api<K>,
+        name: &str,
+        patch: &Value,
+    ) -> kube::Result<K> {
+        self.block_on(api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch)))
     }
 
     /// Requests the deletion of an object, which finalizers can delay.
@@ -316,8 +348,7 @@ impl Cluster {
 
     /// The log of a program: etcd, kube-apiserver, snapshot-controller.
     pub fn log(&self, program: &str) -> String {
-        let log = fs::read(self.directory().join(format!("{program}.log"))).unwrap_or_default();
-        String::from_utf8_lossy(&log).into_owned()
+        text_of(&self.directory().join(format!("{program}.log")))
     }
 
     /// Writes a file with a unique name to the scratch directory.

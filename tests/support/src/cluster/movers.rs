@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use k8s_openapi::api::batch::v1::{Job, JobSpec};
-use k8s_openapi::api::core::v1::{Node, Pod, PodSpec, ServiceAccount, Volume};
+use k8s_openapi::api::core::v1::{Node, Pod, PodSpec, Volume};
 use kube::api::DeleteParams;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -27,7 +27,7 @@ use tokio::task::JoinHandle;
 use tokio_rustls::TlsAcceptor;
 
 use super::Cluster;
-use super::access::{Account, shipped};
+use super::access::Account;
 use super::sidecar::AUDIENCE;
 use crate::driver::binary;
 use crate::path;
@@ -52,17 +52,8 @@ pub struct Movers<'a> {
 impl<'a> Movers<'a> {
     /// Creates the ServiceAccount with the rights of `deploy/examples/mover`, and a node.
     pub fn start(cluster: &'a Cluster, namespace: &str) -> Self {
-        let account = Account { namespace: namespace.to_owned(), name: ACCOUNT.to_owned() };
-        let object = json!({ "metadata": { "name": ACCOUNT } });
-        cluster.create(&cluster.api_in::<ServiceAccount>(namespace), object);
-        for object in shipped("deploy/examples/mover/rbac.yaml") {
-            let rules = || serde_json::from_value::<Vec<_>>(object["rules"].clone()).unwrap();
-            match object["kind"].as_str() {
-                Some("ClusterRole") => drop(cluster.grant(&account, &rules())),
-                Some("Role") => drop(cluster.grant_in(namespace, &account, &rules())),
-                _ => {}
-            }
-        }
+        let account = cluster.account(namespace, ACCOUNT);
+        cluster.grant_shipped(namespace, &account, "deploy/examples/mover/rbac.yaml");
         let directory = cluster.scratch().join(cluster.unique("movers"));
         for name in ["claims", "fail-points", "logs", "token"] {
             fs::create_dir_all(directory.join(name)).unwrap();

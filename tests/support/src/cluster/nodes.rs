@@ -21,9 +21,7 @@ use super::Cluster;
 use super::access::{Account, rule, sidecar_rules};
 use super::cbt_http::{Reply, send};
 use super::programs::{Served, free_port};
-use super::sidecar::{
-    AUDIENCE, Answer, MetadataRequest, client_at, collect, http_at, spawn, start,
-};
+use super::sidecar::{self, AUDIENCE, Answer, MetadataRequest, client_at, collect, start};
 use super::storage::Ready;
 use super::tls::{Authority, Certificate};
 use crate::driver::{Driver, block};
@@ -159,12 +157,7 @@ impl<'a> Nodes<'a> {
         let flags = [&own[..], &trust, flags].concat();
         let kubeconfig = self.cluster.kubeconfig_of(&self.front_account);
         let nowhere = directory.join("no.sock");
-        let mut front = spawn(self.cluster, &nowhere, &kubeconfig, certificate, &flags);
-        let port = front.http_port;
-        front.process.wait_for("the front is ready", |_| {
-            http_at(port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
-        });
-        front
+        start(self.cluster, &nowhere, &kubeconfig, certificate, &flags)
     }
 
     /// Sets the label by which a snapshot's node is known.
@@ -287,22 +280,13 @@ impl<'a> Rig<'a> {
     }
 
     pub fn allocated(&self, snapshot: &Ready) -> api::GetMetadataAllocatedRequest {
-        api::GetMetadataAllocatedRequest {
-            security_token: self.cluster.token(&self.backup, Some(AUDIENCE)),
-            namespace: self.namespace.clone(),
-            snapshot_name: snapshot.name.clone(),
-            ..Default::default()
-        }
+        let token = self.cluster.token(&self.backup, Some(AUDIENCE));
+        sidecar::allocated(token, &self.namespace, &snapshot.name)
     }
 
     pub fn delta(&self, [base, target]: &[Ready; 2]) -> api::GetMetadataDeltaRequest {
-        api::GetMetadataDeltaRequest {
-            security_token: self.cluster.token(&self.backup, Some(AUDIENCE)),
-            namespace: self.namespace.clone(),
-            base_snapshot_id: base.handle.clone(),
-            target_snapshot_name: target.name.clone(),
-            ..Default::default()
-        }
+        let token = self.cluster.token(&self.backup, Some(AUDIENCE));
+        sidecar::delta(token, &self.namespace, &base.handle, &target.name)
     }
 
     /// Asks the sidecar for clients for a page of changed blocks.

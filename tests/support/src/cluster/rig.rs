@@ -1,16 +1,16 @@
 //! The common setup of tests: our driver with csi-snapshotter, and a volume with a claim.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use csi_loopback::backend::PoolKind;
 use k8s_openapi::api::rbac::v1::PolicyRule;
 
 use super::Cluster;
 use super::access::Account;
-use super::programs::Process;
+use super::programs::{Process, stdout_of};
 use super::storage::Ready;
-use crate::driver::{Driver, block};
-use crate::{BLOCK, MIB, pattern, write_direct};
+use crate::driver::{Driver, Source, block};
+use crate::{BLOCK, MIB, path, pattern, write_direct};
 
 /// Bytes of the volume.
 pub const SIZE: u64 = 16 * MIB;
@@ -70,5 +70,28 @@ impl<'a> Rig<'a> {
         self.cluster.grant(&account, rules);
         let kubeconfig = self.cluster.kubeconfig_of(&account);
         (account, kubeconfig)
+    }
+
+    /// Lets the released verifier rebuild the VolumeSnapshot `second`, which has this handle: from
+    /// nothing, or with `base`, the arguments for the first one, whose blocks these are, written
+    /// with the seed 1. The verifier does compare: it finds an unreported difference.
+    pub fn verify(&self, kubeconfig: &Path, base: &[&str], blocks: &[u64], handle: &str) {
+        let name = |what: &str| self.cluster.unique(what);
+        let copy = self.driver.copy(&name("source"), Source::Snapshot(handle), block());
+        let empty = self.driver.volume(&name("target"), SIZE, block());
+        let [source, target] = [&copy, &empty].map(|one| self.driver.publish(one, &block()));
+        if !base.is_empty() {
+            for block in blocks {
+                write_direct(&target, block * BLOCK, &pattern(1 + block, BLOCK as usize));
+            }
+        }
+        let devices = ["-src", path(&source), "-tgt", path(&target)];
+        let arguments = [&["-n", &self.namespace, "-s", "second"], &devices[..], base].concat();
+        stdout_of(self.cluster.verifier(kubeconfig, &arguments));
+        write_direct(&target, 50 * BLOCK, &pattern(3, BLOCK as usize));
+        let output = self.cluster.verifier(kubeconfig, &arguments);
+        assert!(String::from_utf8_lossy(&output.stderr).contains("do not match"), "{output:?}");
+        self.driver.take_down(&copy);
+        self.driver.take_down(&empty);
     }
 }

@@ -5,9 +5,6 @@ use std::fs;
 use std::ops::{Deref, DerefMut};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use csi::volume_capability::access_mode::Mode;
@@ -23,7 +20,7 @@ use super::access::shipped;
 use super::admission::{Webhooks, With, set_policy};
 use super::kubelet::{CreatedPod, NodeRig};
 use super::programs::Process;
-use crate::driver::{Driver, binary, create, loops_named, mounted_as, wait_for};
+use crate::driver::{Driver, Watch, binary, create, loops_named, mounted_as, wait_for};
 use crate::path;
 
 /// The shipped StorageClass.
@@ -197,9 +194,12 @@ impl<'a> Rig<'a> {
         volumes.find(|one| one["name"] == volume).cloned()
     }
 
-    /// Watches the mounts of the node until the result is dropped.
+    /// Watches the mounts of the host and of the node's namespace until the result is dropped.
     pub fn watch(&self) -> Watch {
-        Watch::start(self.node.node.root(), self.node.node.pid())
+        let (below, node) = (self.node.node.root(), self.node.node.pid());
+        Watch::start(Duration::from_millis(2), move || {
+            ["self", &node].into_iter().flat_map(|process| loop_mounts(process, &below)).collect()
+        })
     }
 
     /// Mounts of loop devices in kubelet's directory, on the host.
@@ -261,46 +261,6 @@ fn loop_mounts(process: &str, below: &Path) -> Vec<String> {
         source.starts_with("/dev/loop") && Path::new(at).starts_with(below)
     };
     table.lines().filter(is_one).map(str::to_owned).collect()
-}
-
-/// Polls the mount tables of the host and of the node's namespace.
-pub struct Watch {
-    ends: Arc<AtomicBool>,
-    poller: Option<JoinHandle<(usize, Vec<String>)>>,
-}
-
-impl Watch {
-    fn start(below: PathBuf, node: String) -> Self {
-        let ends = Arc::new(AtomicBool::new(false));
-        let until = Arc::clone(&ends);
-        let poller = thread::spawn(move || {
-            let (mut count, mut seen) = (0, Vec::new());
-            while !until.load(Ordering::Relaxed) {
-                for process in ["self", &node] {
-                    seen.extend(loop_mounts(process, &below));
-                }
-                count += 1;
-                thread::sleep(Duration::from_millis(2));
-            }
-            (count, seen)
-        });
-        Self { ends, poller: Some(poller) }
-    }
-
-    /// Stops, and asserts that no loop device was mounted.
-    #[track_caller]
-    pub fn assert_no_mounts(mut self) {
-        self.ends.store(true, Ordering::Relaxed);
-        let (count, seen) = self.poller.take().unwrap().join().unwrap();
-        assert!(count > 10, "only {count} polls");
-        assert_eq!(seen, Vec::<String>::new());
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        self.ends.store(true, Ordering::Relaxed);
-    }
 }
 
 /// The spec of a pod that uses all features of a mount: fsGroup with OnRootMismatch, a subPath, an

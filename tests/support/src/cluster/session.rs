@@ -8,14 +8,13 @@ use k8s_openapi::api::rbac::v1::PolicyRule;
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use tonic::Status;
-use tonic::transport::Channel;
 
 use super::Cluster;
 use super::access::rule;
 use super::programs::Served;
 use super::sidecar::channel;
 use super::storage::Ready;
-use crate::driver::PATIENCE;
+pub use crate::requests::call_through;
 use crate::requests::{Metadata, Rpc, session_allocated, session_delta};
 
 /// Longer than every test.
@@ -89,16 +88,6 @@ impl Cluster {
         request: impl Rpc<Response = Metadata>,
     ) -> Result<Metadata, Status> {
         self.block_on(async { call_through(channel(sidecar.port, authority), request).await })
-    }
-}
-
-pub async fn call_through(
-    channel: Channel,
-    request: impl Rpc<Response = Metadata>,
-) -> Result<Metadata, Status> {
-    match tokio::time::timeout(PATIENCE, request.send(channel)).await {
-        Ok(response) => response,
-        Err(_) => Err(Status::unknown("the call exceeded the time limit of the test")),
     }
 }
 

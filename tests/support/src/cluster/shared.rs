@@ -13,7 +13,7 @@ use csi_loopback::kubernetes::tls;
 use nix::unistd::Pid;
 
 use super::{Cluster, NoCluster};
-use crate::{have_root, keep, skip};
+use crate::{have_root, keep};
 
 /// Reads process ids, one per line, until the pipe closes. Then stops these processes in reverse
 /// order, kills a process that does not stop within 30 s, and removes the directory.
@@ -51,11 +51,10 @@ pub fn shared() -> Option<&'static Cluster> {
             cluster.forget_requests();
             Some(cluster)
         }
-        Err(NoCluster::Unavailable(why)) => {
-            skip(why);
+        Err(why) => {
+            why.report();
             None
         }
-        Err(NoCluster::Failed(why)) => panic!("{why}"),
     }
 }
 

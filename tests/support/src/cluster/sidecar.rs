@@ -1,7 +1,6 @@
 //! The sidecar of this project as a process, and a TLS client for this and the released sidecar.
 
 use crate::driver::binary;
-use std::net::TcpStream;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -101,13 +100,7 @@ pub fn http(sidecar: &Served, page: &str) -> String {
 
 /// The response to GET at this port of 127.0.0.1, with status line and headers.
 pub fn http_at(port: u16, page: &str) -> Option<String> {
-    use std::io::{Read, Write};
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
-    stream.set_read_timeout(Some(PATIENCE)).ok()?;
-    write!(stream, "GET {page} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-    let mut response = String::new();
-    stream.read_to_string(&mut response).ok()?;
-    Some(response)
+    crate::http::response(([127, 0, 0, 1], port).into(), page).ok()
 }
 
 /// A client that trusts only this authority.
@@ -141,17 +134,22 @@ pub fn channel_to(endpoint: Endpoint, host: &str, port: u16, authority: &str) ->
     }))
 }
 
-/// A connector for HTTP/2 over TLS that trusts only this authority.
-pub fn connector(authority: &str) -> TlsConnector {
+/// The certificates of an authority (PEM).
+pub fn roots(authority: &str) -> rustls::RootCertStore {
     let mut roots = rustls::RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(authority.as_bytes()) {
         roots.add(certificate.unwrap()).unwrap();
     }
+    roots
+}
+
+/// A connector for HTTP/2 over TLS that trusts only this authority.
+pub fn connector(authority: &str) -> TlsConnector {
     let ring = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = rustls::ClientConfig::builder_with_provider(ring)
         .with_safe_default_protocol_versions()
         .unwrap()
-        .with_root_certificates(roots)
+        .with_root_certificates(roots(authority))
         .with_no_client_auth();
     config.alpn_protocols = vec![b"h2".to_vec()];
     TlsConnector::from(Arc::new(config))
@@ -195,6 +193,36 @@ impl From<api::GetMetadataDeltaRequest> for MetadataRequest {
     }
 }
 
+/// A request for the blocks of a snapshot.
+pub fn allocated(
+    token: String,
+    namespace: &str,
+    snapshot: &str,
+) -> api::GetMetadataAllocatedRequest {
+    api::GetMetadataAllocatedRequest {
+        security_token: token,
+        namespace: namespace.to_owned(),
+        snapshot_name: snapshot.to_owned(),
+        ..Default::default()
+    }
+}
+
+/// A request for a delta from the snapshot with the handle `base`.
+pub fn delta(
+    token: String,
+    namespace: &str,
+    base: &str,
+    target: &str,
+) -> api::GetMetadataDeltaRequest {
+    api::GetMetadataDeltaRequest {
+        security_token: token,
+        namespace: namespace.to_owned(),
+        base_snapshot_id: base.to_owned(),
+        target_snapshot_name: target.to_owned(),
+        ..Default::default()
+    }
+}
+
 /// A complete stream.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Answer {
@@ -220,28 +248,22 @@ pub async fn collect(
 ) -> Result<Answer, Status> {
     let extent = |block: &api::BlockMetadata| (block.byte_offset as u64, block.size_bytes as u64);
     let mut answer = Answer::default();
+    macro_rules! read {
+        ($stream:expr) => {{
+            let mut stream = $stream.await?.into_inner();
+            while let Some(message) = stream.message().await? {
+                answer.messages.push(Message {
+                    kind: message.block_metadata_type,
+                    capacity: message.volume_capacity_bytes,
+                    extents: message.block_metadata.iter().map(extent).collect(),
+                });
+            }
+        }};
+    }
     let all = async {
         match request {
-            MetadataRequest::Allocated(request) => {
-                let mut stream = client.get_metadata_allocated(request).await?.into_inner();
-                while let Some(message) = stream.message().await? {
-                    answer.messages.push(Message {
-                        kind: message.block_metadata_type,
-                        capacity: message.volume_capacity_bytes,
-                        extents: message.block_metadata.iter().map(extent).collect(),
-                    });
-                }
-            }
-            MetadataRequest::Delta(request) => {
-                let mut stream = client.get_metadata_delta(request).await?.into_inner();
-                while let Some(message) = stream.message().await? {
-                    answer.messages.push(Message {
-                        kind: message.block_metadata_type,
-                        capacity: message.volume_capacity_bytes,
-                        extents: message.block_metadata.iter().map(extent).collect(),
-                    });
-                }
-            }
+            MetadataRequest::Allocated(request) => read!(client.get_metadata_allocated(request)),
+            MetadataRequest::Delta(request) => read!(client.get_metadata_delta(request)),
         }
         Ok::<_, Status>(())
     };

@@ -17,7 +17,7 @@ use crate::cluster::rig;
 use crate::cluster::tls::{Authority, Certificate};
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 
-use crate::cluster::sidecar::start;
+use crate::cluster::sidecar::{self, start};
 pub use crate::cluster::sidecar::{
     AUDIENCE, Answer, Extents, MetadataRequest, client_at, collect, http,
 };
@@ -123,12 +123,7 @@ impl<'a> Rig<'a> {
     }
 
     pub fn allocated(&self, name: &str) -> api::GetMetadataAllocatedRequest {
-        api::GetMetadataAllocatedRequest {
-            security_token: self.token(),
-            namespace: self.namespace.clone(),
-            snapshot_name: name.to_owned(),
-            ..Default::default()
-        }
+        sidecar::allocated(self.token(), &self.namespace, name)
     }
 
     /// A request for a delta. If `base` is the name of a VolumeSnapshot, the request has its
@@ -147,13 +142,7 @@ impl<'a> Rig<'a> {
 
     /// A request for a delta with this base_snapshot_id.
     pub fn delta_from(&self, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
-        api::GetMetadataDeltaRequest {
-            security_token: self.token(),
-            namespace: self.namespace.clone(),
-            base_snapshot_id: base.to_owned(),
-            target_snapshot_name: target.to_owned(),
-            ..Default::default()
-        }
+        sidecar::delta(self.token(), &self.namespace, base, target)
     }
 
     pub fn client(&self) -> SnapshotMetadataClient<Channel> {

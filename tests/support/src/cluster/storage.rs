@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Secret
 use serde_json::{Value, json};
 
 use super::Cluster;
-use crate::driver::PATIENCE;
+use crate::driver::{PATIENCE, map};
 
 /// A VolumeSnapshot that is ready.
 #[derive(Debug, Clone)]
@@ -43,21 +43,8 @@ impl Cluster {
         bytes: u64,
     ) {
         let csi = json!({ "driver": driver, "volumeHandle": handle });
-        self.claim_of(namespace, name, mode, "ReadWriteOnce", csi, bytes);
-    }
-
-    /// A claim with this access mode, and this `csi` of the PersistentVolume.
-    pub fn claim_of(
-        &self,
-        namespace: &str,
-        name: &str,
-        mode: &str,
-        access: &str,
-        csi: Value,
-        bytes: u64,
-    ) {
         let common = json!({
-            "accessModes": [access], "volumeMode": mode, "storageClassName": "",
+            "accessModes": ["ReadWriteOnce"], "volumeMode": mode, "storageClassName": "",
         });
         self.claim_with(namespace, name, &json!({}), &common, csi, bytes);
     }
@@ -133,9 +120,7 @@ impl Cluster {
     }
 
     pub fn secret(&self, namespace: &str, name: &str, values: &[(&str, &str)]) {
-        let values: serde_json::Map<_, _> =
-            values.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
-        let object = json!({ "metadata": { "name": name }, "stringData": values });
+        let object = json!({ "metadata": { "name": name }, "stringData": map(values) });
         self.create(&self.api_in::<Secret>(namespace), object);
     }
 
@@ -187,6 +172,34 @@ impl Cluster {
         handle: &str,
         class: Option<&str>,
     ) -> Ready {
+        self.request_adoption(namespace, name, driver, handle, class);
+        self.wait_until_ready(namespace, name)
+    }
+
+    /// The same with a status, for a driver without csi-snapshotter.
+    pub fn snapshot_with_status(
+        &self,
+        namespace: &str,
+        name: &str,
+        driver: &str,
+        class: &str,
+        handle: &str,
+    ) -> Ready {
+        let content = self.request_adoption(namespace, name, driver, handle, Some(class));
+        let status = json!({ "readyToUse": true, "snapshotHandle": handle });
+        self.merge_status(&self.api::<VolumeSnapshotContent>(), &content, &status);
+        self.wait_until_ready(namespace, name)
+    }
+
+    /// Creates both without waiting. Returns the name of the content.
+    fn request_adoption(
+        &self,
+        namespace: &str,
+        name: &str,
+        driver: &str,
+        handle: &str,
+        class: Option<&str>,
+    ) -> String {
         let content = self.unique("adopted");
         let spec = json!({
             "driver": driver,
@@ -204,39 +217,7 @@ impl Cluster {
         });
         let object = json!({ "metadata": { "name": name }, "spec": spec });
         self.create(&self.api_in::<VolumeSnapshot>(namespace), object);
-        self.wait_until_ready(namespace, name)
-    }
-
-    /// Creates a VolumeSnapshot and its content with a status, for a driver without
-    /// csi-snapshotter.
-    pub fn snapshot_with_status(
-        &self,
-        namespace: &str,
-        name: &str,
-        driver: &str,
-        class: &str,
-        handle: &str,
-    ) -> Ready {
-        let content = self.unique("content");
-        let spec = json!({
-            "driver": driver,
-            "deletionPolicy": "Retain",
-            "source": { "snapshotHandle": handle },
-            "sourceVolumeMode": "Block",
-            "volumeSnapshotClassName": class,
-            "volumeSnapshotRef": { "namespace": namespace, "name": name },
-        });
-        let contents = self.api::<VolumeSnapshotContent>();
-        self.create(&contents, json!({ "metadata": { "name": content }, "spec": spec }));
-        let spec = json!({
-            "source": { "volumeSnapshotContentName": content },
-            "volumeSnapshotClassName": class,
-        });
-        let snapshots = self.api_in::<VolumeSnapshot>(namespace);
-        self.create(&snapshots, json!({ "metadata": { "name": name }, "spec": spec }));
-        let status = json!({ "readyToUse": true, "snapshotHandle": handle });
-        self.merge_status(&contents, &content, &status);
-        self.wait_until_ready(namespace, name)
+        content
     }
 
     /// Deletes a snapshot and waits until it is deleted, also in the driver.

@@ -7,15 +7,22 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use csi_loopback::kubernetes::tls;
+use axum::Router;
+use csi_loopback::kubernetes::https::{self, Bounds, Limits, refuse_in_text};
+use csi_loopback::kubernetes::tls::{self, Certificates};
+use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
     KeyPair, KeyUsagePurpose, SanType,
 };
 use rustls_pki_types::ServerName;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+
+use super::Cluster;
 
 /// An authority for certificates of servers.
 pub struct Authority {
@@ -97,4 +104,45 @@ pub async fn connect(port: u16, authority: &str) -> TlsStream<TcpStream> {
     let stream = TcpStream::connect(("localhost", port)).await.unwrap();
     let name = ServerName::try_from("localhost").unwrap();
     TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
+}
+
+/// The response to this text over such a connection.
+pub async fn send(port: u16, authority: &str, text: &str) -> String {
+    let mut stream = connect(port, authority).await;
+    // The request may be refused before it is sent completely.
+    let _ = stream.write_all(text.as_bytes()).await;
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+/// The response to a POST of JSON.
+pub async fn post(port: u16, authority: &str, path: &str, body: &str) -> String {
+    let text = format!(
+        "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    send(port, authority, &text).await
+}
+
+/// Serves the routes over HTTPS. Returns the port and what ends the server.
+pub fn serve(
+    cluster: &Cluster,
+    certificate: &Certificate,
+    routes: Router,
+    limits: Limits,
+) -> (u16, watch::Sender<Phase>) {
+    let (certificates, _) = Certificates::from_files(&certificate.file, &certificate.key).unwrap();
+    let config = tls::server_config(&tls::Args::default(), certificates, tls::HTTPS).unwrap();
+    let routes = Bounds::new(limits, "test").around(routes, refuse_in_text);
+    let (phase, shutdown) = Shutdown::manual();
+    let port = cluster.block_on(async {
+        let listener = tls::listen(0).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let incoming = tls::incoming(listener, "test", config, shutdown.clone());
+        tokio::spawn(https::serve(incoming, routes, limits.request, shutdown));
+        port
+    });
+    (port, phase)
 }

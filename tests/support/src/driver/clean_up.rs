@@ -4,12 +4,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use tonic::Code;
 
-use super::{Driver, InUse, loops_named, mounts, unpublishing, unstaging, wait};
-use crate::Xfs;
+use super::{Driver, InUse, loops_named, mounts, unpublishing, unstaging};
+use crate::ImageFs;
 
 /// Time limit for a release through the driver, before it is forced.
 const CLEAN_UP: Duration = Duration::from_secs(10);
@@ -23,13 +21,7 @@ impl Driver {
         let until = Instant::now() + CLEAN_UP;
         // In reverse order.
         in_use.iter().rev().for_each(|one| self.undo(one, until));
-        if let Some(mut child) = self.child.take() {
-            let _ = kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM);
-            if wait(&mut child, CLEAN_UP).is_none() {
-                let _ = child.kill();
-                let _ = child.wait();
-            }
-        }
+        self.process = None;
         self.force_release(&in_use);
         // The directory can only be removed without immutable files.
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(self.data_dir()).output();
@@ -37,13 +29,12 @@ impl Driver {
 
     /// Starts the driver if it does not run.
     fn revive(&mut self) {
-        let running = self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)));
+        let running = self.process.as_mut().is_some_and(|process| process.ended().is_none());
         if running && self.channel.is_some() {
             return;
         }
         self.channel = None;
-        self.child = self.spawn(&[]).ok();
-        if let Err(error) = self.wait_until_served() {
+        if let Err(error) = self.start_with(&[]) {
             eprintln!("cleaning up without a driver: {error}");
         }
     }
@@ -68,7 +59,7 @@ impl Driver {
     /// Unmounts everything below the private directory, and detaches the loop devices of these
     /// volumes, whose ids are unique. For volumes that the driver could not release.
     fn force_release(&self, in_use: &[InUse]) {
-        let own = self.xfs.as_ref().map(Xfs::path);
+        let own = self.xfs.as_ref().map(ImageFs::path);
         let rest = mounts().into_iter().filter(|mount| {
             mount.target.starts_with(self.directory.path()) && Some(mount.target.as_path()) != own
         });

@@ -5,29 +5,29 @@
 mod clean_up;
 
 use std::any::Any;
-use std::fs::{self, File};
+use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Command, ExitStatus, Output};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
-use hyper_util::rt::TokioIo;
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use csi::snapshot_metadata_client::SnapshotMetadataClient;
 
 pub use super::kernel::*;
+use super::process::{Process, finish, print_end, text_of};
 pub use super::requests::*;
-use super::{ALL_KINDS, BLOCK, GIB, Xfs, have_root, keep, path, pool_block_size};
+use super::{ALL_KINDS, BLOCK, GIB, ImageFs, have_root, keep, owned, path, pool_block_size};
 
 /// The binary under test, which cargo builds with the tests.
 pub fn binary() -> &'static str {
@@ -45,10 +45,15 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// HTTP/2's default window: the bytes in flight to a client that does not read.
 const WINDOW: u32 = 65_535;
 
+/// A driver with these flags. Reports a skip if the machine cannot run it.
+pub fn driver_with(kind: PoolKind, flags: &[&str]) -> Option<Driver> {
+    have_root().then(|| Driver::with(kind, flags))
+}
+
 /// Runs a test against a driver with an image pool.
 pub fn with_driver(run: impl FnOnce(&mut Driver)) {
-    if have_root() {
-        run(&mut Driver::start(PoolKind::Image));
+    if let Some(mut driver) = driver_with(PoolKind::Image, &[]) {
+        run(&mut driver);
     }
 }
 
@@ -73,7 +78,7 @@ pub fn ext4_grows_online() -> bool {
 
 /// A driver, and the directory of all its files.
 pub struct Driver {
-    child: Option<Child>,
+    process: Option<Process>,
     /// A program with arguments that runs the driver, if any.
     program: Vec<String>,
     kind: PoolKind,
@@ -84,7 +89,7 @@ pub struct Driver {
     /// Staged and published volumes, for the cleanup.
     in_use: Mutex<Vec<InUse>>,
     // Dropped in this order: the filesystem before its directory.
-    xfs: Option<Xfs>,
+    xfs: Option<ImageFs>,
     directory: TempDir,
 }
 
@@ -108,8 +113,8 @@ impl Driver {
     /// is then the program's.
     pub fn run_by(program: &[&str], kind: PoolKind, flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        let xfs = (kind == PoolKind::Reflink).then(|| Xfs::mount(directory.path(), 16 * GIB));
-        let place = xfs.as_ref().map_or(directory.path(), Xfs::path).to_owned();
+        let xfs = (kind == PoolKind::Reflink).then(|| ImageFs::xfs(directory.path(), 16 * GIB));
+        let place = xfs.as_ref().map_or(directory.path(), ImageFs::path).to_owned();
         Self::assemble(program, kind, flags, place, xfs, directory)
     }
 
@@ -124,7 +129,7 @@ impl Driver {
         kind: PoolKind,
         flags: &[&str],
         place: PathBuf,
-        xfs: Option<Xfs>,
+        xfs: Option<ImageFs>,
         directory: TempDir,
     ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -133,10 +138,10 @@ impl Driver {
             .build()
             .unwrap();
         let mut driver = Self {
-            child: None,
-            program: program.iter().map(|word| (*word).to_owned()).collect(),
+            process: None,
+            program: owned(program),
             kind,
-            flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
+            flags: owned(flags),
             place,
             channel: None,
             runtime,
@@ -198,7 +203,7 @@ impl Driver {
         // Blocks of 4 KiB, so that allocations are exact. csi-sanity, the demo and the storage
         // tests use the default.
         command.args(["--pool-block-size", &pool_block_size().unwrap_or(BLOCK).to_string()]);
-        command.args(flags).stdin(Stdio::null()).stdout(Stdio::null());
+        command.args(flags);
         command
     }
 
@@ -209,22 +214,19 @@ impl Driver {
 
     /// Like [`Driver::start_again`], but returns an error if the driver ends before it is ready.
     pub fn try_start(&mut self) -> Result<(), String> {
-        let flags = self.flags.clone();
-        self.child = Some(self.spawn(&flags).unwrap());
-        self.wait_until_served()
+        self.start_with(&self.flags.clone())
     }
 
-    fn spawn(&self, flags: &[String]) -> std::io::Result<Child> {
-        let log = File::options().create(true).append(true).open(self.log_path())?;
-        self.command(flags).stderr(log).spawn()
-    }
-
-    fn wait_until_served(&mut self) -> Result<(), String> {
+    fn start_with(&mut self, flags: &[String]) -> Result<(), String> {
+        let socket = self.socket();
+        let mut process = Process::spawn("driver", self.command(flags), self.scratch());
+        // The end of the log is printed also if the driver does not run at the end of the test.
+        process.quiet = true;
+        let process = self.process.insert(process);
         let until = Instant::now() + PATIENCE;
-        while UnixStream::connect(self.socket()).is_err() {
-            let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
-            if let Some(status) = ended {
-                self.child = None;
+        while UnixStream::connect(&socket).is_err() {
+            if let Some(status) = process.ended() {
+                self.process = None;
                 return Err(format!("the driver ended: {status}"));
             }
             if Instant::now() > until {
@@ -232,32 +234,20 @@ impl Driver {
             }
             thread::sleep(Duration::from_millis(2));
         }
-        self.channel = Some(self.channel_to(self.socket()));
+        self.channel = Some(self.channel_to(socket));
         Ok(())
     }
 
     /// A connection to another socket.
     pub fn channel_to(&self, socket: PathBuf) -> Channel {
         let _inside = self.runtime.enter();
-        Endpoint::from_static("http://localhost")
-            .initial_stream_window_size(WINDOW)
-            .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-                let socket = socket.clone();
-                async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-            }))
+        let endpoint = Endpoint::from_static("http://localhost");
+        channel_of(endpoint.initial_stream_window_size(WINDOW), socket)
     }
 
     /// Runs a second driver with other `flags`, which must end by itself.
     pub fn run_another(&self, flags: &[&str]) -> Output {
-        let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
-        let mut other = self.command(&flags).stderr(Stdio::piped()).spawn().unwrap();
-        let status = wait(&mut other, PATIENCE);
-        if status.is_none() {
-            let _ = other.kill();
-        }
-        let output = other.wait_with_output().unwrap();
-        assert!(status.is_some(), "a second driver runs with {flags:?}");
-        output
+        finish(self.command(&owned(flags)))
     }
 
     /// Runs a client command with this driver.
@@ -276,25 +266,20 @@ impl Driver {
 
     /// Whether it was started and not stopped.
     pub fn is_running(&self) -> bool {
-        self.child.is_some()
+        self.process.is_some()
     }
 
     pub fn pid(&self) -> Pid {
-        Pid::from_raw(self.child.as_ref().expect("the driver runs").id() as i32)
+        self.process.as_ref().expect("the driver runs").pid()
     }
 
     pub fn signal(&self, signal: Signal) {
-        kill(self.pid(), signal).unwrap();
+        self.process.as_ref().expect("the driver runs").signal(signal);
     }
 
     /// Waits until the driver ends by itself.
     pub fn wait(&mut self) -> ExitStatus {
-        let mut child = self.child.take().expect("the driver runs");
-        let status = wait(&mut child, PATIENCE);
-        if status.is_none() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        let status = self.process.take().expect("the driver runs").wait(PATIENCE);
         self.channel = None;
         self.wait_until_closed();
         status.expect("the driver ends")
@@ -328,7 +313,7 @@ impl Driver {
 
     /// Restarts with other flags.
     pub fn restart_with(&mut self, flags: &[&str]) {
-        self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.flags = owned(flags);
         self.restart();
     }
 
@@ -338,8 +323,7 @@ impl Driver {
 
     /// The log of all runs of the driver.
     pub fn log(&self) -> String {
-        let log = fs::read(self.log_path()).unwrap_or_default();
-        String::from_utf8_lossy(&log).into_owned()
+        text_of(&self.log_path())
     }
 
     /// Makes a call and waits for its response.
@@ -380,13 +364,7 @@ impl Driver {
     }
 
     fn send<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
-        let channel = self.channel();
-        self.block_on(async {
-            match tokio::time::timeout(PATIENCE, request.send(channel)).await {
-                Ok(response) => response,
-                Err(_) => Err(Status::unknown("the call exceeded the time limit of the test")),
-            }
-        })
+        self.block_on(call_through(self.channel(), request))
     }
 
     pub fn channel(&self) -> Channel {
@@ -531,29 +509,16 @@ impl Driver {
 impl Drop for Driver {
     fn drop(&mut self) {
         if thread::panicking() {
-            let log = self.log();
-            let lines: Vec<&str> = log.lines().collect();
-            let last = &lines[lines.len().saturating_sub(30)..];
-            println!("--- last lines of the driver's log ---\n{}", last.join("\n"));
+            print_end(&self.log_path());
         }
         if keep() {
             println!("kept: {}", self.directory.path().display());
+            std::mem::forget(self.process.take());
             self.directory.disable_cleanup(true);
             return;
         }
         self.clean_up();
     }
-}
-
-fn wait(child: &mut Child, patience: Duration) -> Option<ExitStatus> {
-    let until = Instant::now() + patience;
-    while Instant::now() < until {
-        if let Ok(Some(status)) = child.try_wait() {
-            return Some(status);
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
-    None
 }
 
 /// What a request releases.

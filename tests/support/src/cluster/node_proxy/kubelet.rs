@@ -9,16 +9,16 @@ use csi::node_service_capability::{Type as Capability, rpc};
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use csi_loopback::proto::csi::v1 as csi;
-use hyper_util::rt::TokioIo;
 use serde_json::json;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use super::Rig;
 use super::driver::ProxiedDriver;
-use super::pods::{BoundPod, Persistent, Volume, digits};
+use super::pods::{BoundPod, Persistent, Volume};
 use crate::cluster::Cluster;
-use crate::driver::{PATIENCE, Rpc, stats, unpublishing, unstaging};
+use crate::driver::{Rpc, call_through, channel_of, stats, unpublishing, unstaging};
+use crate::inline::digits;
 use crate::path;
 
 impl<B: ProxiedDriver> Rig<'_, B> {
@@ -30,22 +30,14 @@ impl<B: ProxiedDriver> Rig<'_, B> {
     /// Calls the proxy.
     pub fn call<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
         self.driver.note(&request);
-        self.send(self.channel(), request)
+        self.cluster.block_on(call_through(self.channel(), request))
     }
 
     /// Calls the driver directly.
     pub fn call_driver<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
         self.driver.note(&request);
-        self.send(connect(self.cluster, self.driver.socket()), request)
-    }
-
-    fn send<R: Rpc>(&self, channel: Channel, request: R) -> Result<R::Response, Status> {
-        self.cluster.block_on(async {
-            let response = tokio::time::timeout(PATIENCE, request.send(channel)).await;
-            response.unwrap_or_else(|_| {
-                Err(Status::unknown("the call exceeded the time limit of the test"))
-            })
-        })
+        let channel = connect(self.cluster, self.driver.socket());
+        self.cluster.block_on(call_through(channel, request))
     }
 
     /// Whether the proxy reports a capability of the node.
@@ -82,17 +74,6 @@ impl<B: ProxiedDriver> Rig<'_, B> {
                 place.join("globalmount")
             }
         })
-    }
-
-    pub fn staging_request(&self, pod: &BoundPod, volume: &Volume) -> csi::NodeStageVolumeRequest {
-        let persistent = volume.persistent.as_ref().expect("an inline volume is not staged");
-        csi::NodeStageVolumeRequest {
-            volume_id: persistent.handle.clone(),
-            staging_target_path: path(&self.staging(volume).unwrap()).to_owned(),
-            volume_capability: Some(self.capability(pod, volume)),
-            volume_context: serde_json::from_value(persistent.attributes.clone()).unwrap(),
-            ..Default::default()
-        }
     }
 
     pub fn publishing_request(
@@ -168,12 +149,20 @@ impl<B: ProxiedDriver> Rig<'_, B> {
 
     /// Kubelet's MountDevice: NodeStageVolume, if the driver stages volumes.
     pub fn stage(&self, pod: &BoundPod, volume: &Volume) -> Result<(), Status> {
-        let Some(staging) = self.staging(volume) else { return Ok(()) };
+        let Some(persistent) = &volume.persistent else { return Ok(()) };
+        let staging = self.staging(volume).unwrap();
         fs::create_dir_all(&staging).unwrap();
         if !self.has(rpc::Type::StageUnstageVolume) {
             return Ok(());
         }
-        self.call(self.staging_request(pod, volume)).map(drop)
+        let request = csi::NodeStageVolumeRequest {
+            volume_id: persistent.handle.clone(),
+            staging_target_path: path(&staging).to_owned(),
+            volume_capability: Some(self.capability(pod, volume)),
+            volume_context: serde_json::from_value(persistent.attributes.clone()).unwrap(),
+            ..Default::default()
+        };
+        self.call(request).map(drop)
     }
 
     /// Kubelet's SetUp: NodePublishVolume. Removes the directory after a final error.
@@ -276,14 +265,9 @@ impl<B: ProxiedDriver> Rig<'_, B> {
 }
 
 fn connect(cluster: &Cluster, socket: PathBuf) -> Channel {
-    cluster.block_on(async {
-        Endpoint::from_static("http://localhost")
-            .connect_timeout(Duration::from_secs(20))
-            .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-                let socket = socket.clone();
-                async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-            }))
-    })
+    let endpoint = Endpoint::from_static("http://localhost");
+    let endpoint = endpoint.connect_timeout(Duration::from_secs(20));
+    cluster.block_on(async { channel_of(endpoint, socket) })
 }
 
 /// Whether kubelet treats the code as final (isFinalError).

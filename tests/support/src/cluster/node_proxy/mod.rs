@@ -15,10 +15,9 @@ use std::process::Command;
 use csi::node_service_capability::rpc;
 use csi_loopback::crust::{Directory, Entry, Target};
 use csi_loopback::proto::csi::v1 as csi;
-use k8s_openapi::api::core::v1::ServiceAccount;
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use super::Cluster;
@@ -26,7 +25,8 @@ use super::access::{Account, shipped_rules};
 use super::programs::{Process, free_port};
 use super::recorder::Recorder;
 use crate::driver::{PATIENCE, binary, wait_for};
-use crate::{MIB, keep, path};
+use crate::process::text_of;
+use crate::{MIB, keep, owned, path};
 
 #[allow(unused_imports)] // Each test binary uses a part.
 pub use driver::{Ours, ProxiedDriver};
@@ -85,9 +85,7 @@ impl<'a> Rig<'a, Recorder<'a>> {
 impl<'a, B: ProxiedDriver> Rig<'a, B> {
     /// With a running proxy.
     pub fn start(cluster: &'a Cluster, driver: B) -> Self {
-        let mut rig = Self::prepare(cluster, driver, &node_proxy_rules());
-        rig.start_proxy();
-        rig
+        Self::with_flags(cluster, driver, &[])
     }
 
     /// With these flags of the proxy.
@@ -111,8 +109,7 @@ impl<'a, B: ProxiedDriver> Rig<'a, B> {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let namespace = cluster.namespace("pods");
         // No controller creates this ServiceAccount.
-        let default = json!({ "metadata": { "name": "default" } });
-        cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), default);
+        cluster.account(&namespace, "default");
         let account = cluster.account(&namespace, "node-proxy");
         cluster.grant(&account, rules);
         let kubeconfig = cluster.kubeconfig_of(&account);
@@ -134,7 +131,7 @@ impl<'a, B: ProxiedDriver> Rig<'a, B> {
     }
 
     pub fn set_flags(&mut self, flags: &[&str]) {
-        self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.flags = owned(flags);
     }
 
     pub fn scratch(&self) -> &Path {
@@ -231,8 +228,7 @@ impl<'a, B: ProxiedDriver> Rig<'a, B> {
 
     /// The log of all runs of the proxy.
     pub fn log(&self) -> String {
-        let log = fs::read(self.scratch().join("node-proxy.log")).unwrap_or_default();
-        String::from_utf8_lossy(&log).into_owned()
+        text_of(&self.scratch().join("node-proxy.log"))
     }
 
     /// Its page of metrics.

@@ -5,11 +5,11 @@ use csi_loopback::proto::csi::v1 as csi;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim, Pod};
 use kube::api::DeleteParams;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use super::driver::ProxiedDriver;
 use super::{ANNOTATION, Rig, SIZE};
-use crate::driver::{block, mounted_as};
+use crate::driver::{block, map, mounted_as};
+use crate::inline::handle;
 
 /// A volume of a pod.
 #[derive(Debug, Clone)]
@@ -45,15 +45,11 @@ pub struct BoundPod {
 }
 
 impl Volume {
-    pub fn is_raw(&self) -> bool {
-        self.persistent.as_ref().is_some_and(|volume| volume.fs_type.is_none())
-    }
-
     /// The CSI handle; for an inline volume, kubelet derives it from the pod.
     pub fn handle(&self, pod: &BoundPod) -> String {
         match &self.persistent {
             Some(persistent) => persistent.handle.clone(),
-            None => format!("csi-{}", digits(&format!("{}{}", pod.uid, self.name))),
+            None => handle(&pod.uid, &self.name),
         }
     }
 }
@@ -84,8 +80,7 @@ impl<B: ProxiedDriver> Rig<'_, B> {
 
     /// An inline volume.
     pub fn inline(&self, name: &str, attributes: &[(&str, &str)]) -> Volume {
-        let attributes: serde_json::Map<_, _> =
-            attributes.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
+        let attributes = map(attributes);
         let csi = json!({ "driver": self.driver.driver_name(), "volumeAttributes": attributes });
         Volume { name: name.to_owned(), source: json!({ "csi": csi }), persistent: None }
     }
@@ -106,7 +101,8 @@ impl<B: ProxiedDriver> Rig<'_, B> {
             Some(_) => ("Filesystem", "ReadWriteOncePod"),
             None => ("Block", "ReadWriteOnce"),
         };
-        self.cluster.claim_of(&self.namespace, claim, mode, access, csi, SIZE);
+        let common = json!({ "accessModes": [access], "volumeMode": mode, "storageClassName": "" });
+        self.cluster.claim_with(&self.namespace, claim, &json!({}), &common, csi, SIZE);
         let persistent = Persistent {
             name: of_driver,
             claim: claim.to_owned(),
@@ -129,6 +125,13 @@ impl<B: ProxiedDriver> Rig<'_, B> {
         self.pod_with(name, volumes, opted, json!({}))
     }
 
+    /// A claim `data`, and a pod `app` that opts in for it.
+    pub fn app(&self) -> (Volume, BoundPod) {
+        let claim = self.claim("data");
+        let pod = self.pod("app", &[&claim], Some("data"));
+        (claim, pod)
+    }
+
     /// Creates a pod with additional fields of its spec.
     pub fn pod_with(
         &self,
@@ -137,26 +140,6 @@ impl<B: ProxiedDriver> Rig<'_, B> {
         opted: Option<&str>,
         spec: Value,
     ) -> BoundPod {
-        let made = self.cluster.create(&self.pods(), self.pod_object(name, volumes, opted, spec));
-        let bound = BoundPod {
-            name: name.to_owned(),
-            uid: made.metadata.uid.unwrap(),
-            fs_group: made.spec.and_then(|spec| spec.security_context?.fs_group),
-        };
-        for volume in volumes.iter().filter(|volume| !volume.source["ephemeral"].is_null()) {
-            self.set_owner(volume, &bound);
-        }
-        bound
-    }
-
-    /// The object that [`Rig::pod_with`] creates.
-    pub fn pod_object(
-        &self,
-        name: &str,
-        volumes: &[&Volume],
-        opted: Option<&str>,
-        spec: Value,
-    ) -> Value {
         let mut object = json!({ "metadata": { "name": name }, "spec": spec });
         if let Some(names) = opted {
             object["metadata"]["annotations"] = json!({ ANNOTATION: names });
@@ -172,15 +155,26 @@ impl<B: ProxiedDriver> Rig<'_, B> {
         let (mut mounts, mut devices) = (Vec::new(), Vec::new());
         for volume in volumes {
             let at = format!("/{}", volume.name);
-            match volume.is_raw() {
-                true => devices.push(json!({ "name": volume.name, "devicePath": at })),
-                false => mounts.push(json!({ "name": volume.name, "mountPath": at })),
+            match &volume.persistent {
+                Some(Persistent { fs_type: None, .. }) => {
+                    devices.push(json!({ "name": volume.name, "devicePath": at }));
+                }
+                _ => mounts.push(json!({ "name": volume.name, "mountPath": at })),
             }
         }
         object["spec"]["containers"] = json!([{
             "name": "main", "image": "none", "volumeMounts": mounts, "volumeDevices": devices,
         }]);
-        object
+        let made = self.cluster.create(&self.pods(), object);
+        let bound = BoundPod {
+            name: name.to_owned(),
+            uid: made.metadata.uid.unwrap(),
+            fs_group: made.spec.and_then(|spec| spec.security_context?.fs_group),
+        };
+        for volume in volumes.iter().filter(|volume| !volume.source["ephemeral"].is_null()) {
+            self.set_owner(volume, &bound);
+        }
+        bound
     }
 
     /// Sets the pod as owner of the claim of a generic ephemeral volume.
@@ -224,8 +218,4 @@ impl<B: ProxiedDriver> Rig<'_, B> {
             self.events(pod).into_iter().find(has_all)
         })
     }
-}
-
-pub fn digits(text: &str) -> String {
-    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,16 +1,12 @@
-//! Which DriverDiscovery objects the API server accepts and refuses, by the CRD in deploy/crds
-//! alone. No controller runs.
+//! DriverDiscovery objects.
 
 use support::cluster::shared;
 
 use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
-use kube::Api;
-use kube::api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use support::cluster::Cluster;
-use support::cluster::programs::stdout_of;
 
-const SOON: &str = "2030-01-01T00:00:00Z";
+use super::{SOON, explains, is_error, table, verdict};
 
 fn by_service() -> Value {
     json!({ "service": { "namespace": "csi", "name": "cbt-http" }, "caBundle": "YQ==" })
@@ -22,31 +18,19 @@ fn by_url(url: &str) -> Value {
 
 fn discovery(name: &str, client_config: Value) -> Value {
     json!({
-        "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "DriverDiscovery",
         "metadata": { "name": name },
         "spec": { "driverName": name, "clientConfig": client_config },
     })
 }
 
-/// The API server's response to such an object, as a dry run.
-fn verdict(cluster: &Cluster, object: &Value) -> Result<(), String> {
-    let kind = ApiResource::erase::<DriverDiscovery>(&());
-    let api: Api<DynamicObject> = Api::all_with(cluster.client(), &kind);
-    let name = object["metadata"]["name"].as_str().unwrap();
-    let params = PatchParams { dry_run: true, ..PatchParams::apply("test").validation_strict() };
-    let answer = cluster.block_on(api.patch(name, &params, &Patch::Apply(object)));
-    answer.map(drop).map_err(|error| error.to_string())
-}
-
-/// The same for a DriverDiscovery with this endpoint.
+/// The response to a DriverDiscovery with this endpoint.
 fn endpoint(cluster: &Cluster, client_config: Value) -> Result<(), String> {
-    verdict(cluster, &discovery("d.example", client_config))
+    verdict::<DriverDiscovery>(cluster, None, discovery("d.example", client_config))
 }
 
-fn refused(cluster: &Cluster, client_config: Value, named: &str) {
-    let error = endpoint(cluster, client_config.clone());
-    let error = error.expect_err(&format!("taken: {client_config}"));
-    assert!(error.contains(named), "{client_config}: {error}");
+#[track_caller]
+fn refused(cluster: &Cluster, client_config: Value, words: &str) {
+    is_error(endpoint(cluster, client_config.clone()), &client_config, words);
 }
 
 #[test]
@@ -62,7 +46,7 @@ fn an_endpoint_is_either_a_url_or_a_service() {
     for field in ["driverName", "clientConfig"] {
         let mut without = discovery("d.example", by_service());
         without["spec"].as_object_mut().unwrap().remove(field);
-        assert!(verdict(cluster, &without).is_err_and(|error| error.contains(field)), "{field}");
+        super::refused::<DriverDiscovery>(cluster, None, without, field);
     }
     let mut misspelt = by_service();
     misspelt["servcie"] = json!({});
@@ -100,8 +84,7 @@ fn a_url_has_only_https_host_and_path() {
     ] {
         refused(cluster, by_url(url), "spec.clientConfig.url");
     }
-    let error = endpoint(cluster, by_url("http://host.example/path")).unwrap_err();
-    assert!(error.contains("must be https://host:port/path"), "{error}");
+    refused(cluster, by_url("http://host.example/path"), "must be https://host:port/path");
 }
 
 #[test]
@@ -170,25 +153,22 @@ fn a_ca_bundle_is_required_in_base64() {
 fn the_object_has_the_drivers_name() {
     let Some(cluster) = shared() else { return };
     let long = ["d".repeat(63), "d".repeat(63), "d".repeat(63), "d".repeat(61)].join(".");
-    assert_eq!(verdict(cluster, &discovery(&long, by_service())), Ok(()));
-    for other in ["another.example", "D.example", ""] {
+    assert_eq!(verdict::<DriverDiscovery>(cluster, None, discovery(&long, by_service())), Ok(()));
+    for (other, words) in [
+        ("another.example", "metadata.name: must be spec.driverName"),
+        ("D.example", "driverName"),
+        ("", "driverName"),
+    ] {
         let mut object = discovery("d.example", by_service());
         object["spec"]["driverName"] = json!(other);
-        let error = verdict(cluster, &object).expect_err(other);
-        assert!(error.contains("driverName"), "{other}: {error}");
+        super::refused::<DriverDiscovery>(cluster, None, object, words);
     }
-    let mut object = discovery("d.example", by_service());
-    object["spec"]["driverName"] = json!("another.example");
-    let error = verdict(cluster, &object).unwrap_err();
-    assert!(error.contains("metadata.name: must be spec.driverName"), "{error}");
     // It cannot become another driver's later.
     let name = cluster.unique("renamed");
     let all = cluster.api::<DriverDiscovery>();
     let made: DriverDiscovery = cluster.create(&all, discovery(&name, by_service()));
     let patch = json!({ "spec": { "driverName": "another.example" } });
-    let patch = Patch::Merge(&patch);
-    let error = cluster.block_on(all.patch(&name, &PatchParams::default(), &patch)).unwrap_err();
-    assert!(error.to_string().contains("must be spec.driverName"), "{error}");
+    is_error(cluster.try_merge(&all, &name, &patch), &patch, "must be spec.driverName");
     assert_eq!(made.spec.driver_name, name);
     cluster.delete(&all, &name);
 }
@@ -218,9 +198,7 @@ fn a_creator_cannot_set_the_status() {
     // The controller writes it through the subresource, which changes nothing else.
     let mut both = status;
     both["spec"] = json!({ "clientConfig": { "service": { "name": "elsewhere" } } });
-    let both = Patch::Merge(&both);
-    let written =
-        cluster.block_on(all.patch_status(&name, &PatchParams::default(), &both)).unwrap();
+    let written = cluster.merge_at_status(&all, &name, &both).unwrap();
     assert_eq!(written.status.unwrap().conditions[0].type_, "EndpointReachable");
     assert_eq!(written.spec.client_config.service.unwrap().name, "cbt-http");
     cluster.delete(&all, &name);
@@ -232,16 +210,13 @@ fn conditions_are_complete_and_unique_by_type() {
     let name = cluster.unique("conditions");
     let all = cluster.api::<DriverDiscovery>();
     let _: DriverDiscovery = cluster.create(&all, discovery(&name, by_service()));
-    let set = |conditions: Value| {
-        let patch = json!({ "status": { "conditions": conditions } });
-        let patch = Patch::Merge(&patch);
-        let answer = cluster.block_on(all.patch_status(&name, &PatchParams::default(), &patch));
-        answer.map(drop).map_err(|error| error.to_string())
-    };
     let kinds = ["EndpointReachable", "CapabilityPresent", "CertificateValid"];
-    assert_eq!(set(kinds.map(condition).to_vec().into()), Ok(()));
-    let twice = set(json!([condition("EndpointReachable"), condition("EndpointReachable")]));
-    assert!(twice.as_ref().is_err_and(|error| error.contains("Duplicate value")), "{twice:?}");
+    cluster.merge_status(&all, &name, &json!({ "conditions": kinds.map(condition) }));
+    let refused = |conditions: Value, words: &str| {
+        let patch = json!({ "status": { "conditions": conditions } });
+        is_error(cluster.merge_at_status(&all, &name, &patch), &patch, words);
+    };
+    refused(json!([condition(kinds[0]), condition(kinds[0])]), "Duplicate value");
     for (field, bad) in [
         ("status", json!("Perhaps")),
         ("reason", json!("")),
@@ -256,8 +231,7 @@ fn conditions_are_complete_and_unique_by_type() {
             true => drop(wrong.as_object_mut().unwrap().remove(field)),
             false => wrong[field] = bad,
         }
-        let error = set(json!([wrong])).expect_err(field);
-        assert!(error.contains(&format!("conditions[0].{field}")), "{field}: {error}");
+        refused(json!([wrong]), &format!("conditions[0].{field}"));
     }
     cluster.delete(&all, &name);
 }
@@ -267,13 +241,8 @@ fn kubectl_shows_short_name_columns_and_fields() {
     let Some(cluster) = shared() else { return };
     let name = cluster.unique("shown");
     let all = cluster.api::<DriverDiscovery>();
-    let object = serde_json::from_value(discovery(&name, by_service())).unwrap();
-    cluster.block_on(all.create(&PostParams::default(), &object)).unwrap();
-    let table = || -> Vec<Vec<String>> {
-        let text = stdout_of(cluster.kubectl(&["get", "dd", &name]));
-        let words = |line: &str| line.split_whitespace().map(str::to_owned).collect();
-        text.lines().map(words).collect()
-    };
+    cluster.create(&all, discovery(&name, by_service()));
+    let table = || table(cluster, &["dd", &name]);
     let rows = table();
     assert_eq!(rows[0], ["NAME", "REACHABLE", "CAPABLE", "AGE"]);
     assert_eq!(rows[1].len(), 2, "{rows:?}");
@@ -283,7 +252,7 @@ fn kubectl_shows_short_name_columns_and_fields() {
     cluster.merge_status(&all, &name, &status);
     assert_eq!(table()[1][..3], [name.as_str(), "True", "Unknown"]);
 
-    for (field, words) in [
+    let fields = [
         ("driverdiscovery", "endpoint from which the aggregated API server reads"),
         ("dd.spec.driverName", "Name of the CSI driver"),
         ("dd.spec.clientConfig", "Endpoint for requests for the driver's changed blocks"),
@@ -292,10 +261,7 @@ fn kubectl_shows_short_name_columns_and_fields() {
         ("dd.spec.clientConfig.service.path", "Defaults to /"),
         ("dd.spec.clientConfig.service.port", "Defaults to 443"),
         ("dd.status.conditions", "EndpointReachable"),
-    ] {
-        let text = stdout_of(cluster.kubectl(&["explain", field]));
-        let text = text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase();
-        assert!(text.contains(&words.to_lowercase()), "{field}: {text}");
-    }
+    ];
+    explains(cluster, &fields);
     cluster.delete(&all, &name);
 }

@@ -1,5 +1,4 @@
-//! Which objects of snapshot sessions the API server accepts and refuses, by the CRDs in
-//! deploy/crds alone. No session manager and no webhook runs.
+//! The objects of snapshot sessions.
 
 use support::cluster::shared;
 
@@ -7,14 +6,15 @@ use csi_loopback::kubernetes::session::{
     SessionState, SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest,
 };
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams};
+use kube::api::{ApiResource, DynamicObject, PostParams};
 use serde_json::{Value, json};
 use support::cluster::Cluster;
 use support::cluster::programs::stdout_of;
 
+use super::{SOON, explains, is_error, refused, table, verdict};
+
 /// A text with the length of a token.
 const TOKEN: &str = "abcdefghijklmnopqrstuvwxyz234567abcdefghijklmnopqrst";
-const SOON: &str = "2030-01-01T00:00:00Z";
 
 fn spec(snapshots: &[&str]) -> Value {
     json!({ "spec": { "snapshots": snapshots } })
@@ -46,34 +46,6 @@ fn ready() -> Value {
     })
 }
 
-/// The API server's response to such an object, as a dry run.
-fn verdict<K>(cluster: &Cluster, namespace: Option<&str>, mut object: Value) -> Result<(), String>
-where
-    K: kube::Resource<DynamicType = ()>,
-{
-    object["apiVersion"] = json!(K::api_version(&()));
-    object["kind"] = json!(K::kind(&()));
-    let kind = ApiResource::erase::<K>(&());
-    let api: Api<DynamicObject> = match namespace {
-        Some(namespace) => Api::namespaced_with(cluster.client(), namespace, &kind),
-        None => Api::all_with(cluster.client(), &kind),
-    };
-    let name = object["metadata"]["name"].as_str().unwrap_or("x").to_owned();
-    object["metadata"]["name"] = json!(name);
-    let params = PatchParams { dry_run: true, ..PatchParams::apply("test").validation_strict() };
-    let answer = cluster.block_on(api.patch(&name, &params, &Patch::Apply(&object)));
-    answer.map(drop).map_err(|error| error.to_string())
-}
-
-fn refused<K>(cluster: &Cluster, namespace: Option<&str>, object: Value, named: &str)
-where
-    K: kube::Resource<DynamicType = ()>,
-{
-    let error = verdict::<K>(cluster, namespace, object.clone());
-    let error = error.expect_err(&format!("taken: {object}"));
-    assert!(error.contains(named), "{object}: {error}");
-}
-
 /// The API of requests in a separate namespace.
 fn requests(cluster: &Cluster) -> Api<SnapshotSessionRequest> {
     cluster.api_in(&cluster.namespace("definitions"))
@@ -88,30 +60,17 @@ fn make(
     cluster.create(requests, object)
 }
 
-/// Writes these fields of the status; null removes a field.
-fn set_status(
-    cluster: &Cluster,
-    requests: &Api<SnapshotSessionRequest>,
-    name: &str,
-    status: &Value,
-) -> Result<SnapshotSessionRequest, String> {
-    let patch = json!({ "status": status });
-    let patch = Patch::Merge(&patch);
-    let answer = cluster.block_on(requests.patch_status(name, &PatchParams::default(), &patch));
-    answer.map_err(|error| error.to_string())
-}
-
-/// The error of a status that must be refused.
+/// A status that must be refused; null removes a field.
+#[track_caller]
 fn refused_status(
     cluster: &Cluster,
     requests: &Api<SnapshotSessionRequest>,
     name: &str,
     status: &Value,
-    named: &str,
+    words: &str,
 ) {
-    let error = set_status(cluster, requests, name, status);
-    let error = error.map(drop).expect_err(&format!("taken: {status}"));
-    assert!(error.contains(named), "{status}: {error}");
+    let patch = json!({ "status": status });
+    is_error(cluster.merge_at_status(requests, name, &patch), status, words);
 }
 
 #[test]
@@ -133,9 +92,8 @@ fn a_request_names_1_to_64_snapshots_each_once() {
     let twice = json!({ "snapshots": ["monday", "tuesday", "monday"] });
     let twice = SnapshotSessionRequest::new("x", serde_json::from_value(twice).unwrap());
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(&namespace);
-    let error = cluster.block_on(requests.create(&PostParams::default(), &twice));
-    let error = error.unwrap_err().to_string();
-    assert!(error.contains("spec.snapshots[2]: Duplicate value"), "{error}");
+    let answer = cluster.block_on(requests.create(&PostParams::default(), &twice));
+    is_error(answer, &json!("twice"), "spec.snapshots[2]: Duplicate value");
     let too_long = "s".repeat(254);
     for bad in ["", "Monday", "mon_day", "-monday", "monday-", "mon/day", "a..b", &too_long] {
         refused(spec(&[bad]), "spec.snapshots[0]");
@@ -183,11 +141,8 @@ fn the_spec_of_a_request_cannot_be_changed() {
         json!({ "snapshots": ["monday", "tuesday"] }),
         json!({ "lifetimeSeconds": 60 }),
     ] {
-        let patch = json!({ "spec": change });
-        let patch = Patch::Merge(&patch);
-        let answer = cluster.block_on(requests.patch("fixed", &PatchParams::default(), &patch));
-        let error = answer.map(drop).expect_err(&format!("taken: {change}")).to_string();
-        assert!(error.contains("cannot be changed; create another"), "{change}: {error}");
+        let answer = cluster.try_merge(&requests, "fixed", &json!({ "spec": change }));
+        is_error(answer, &change, "cannot be changed; create another");
     }
     let labels = json!({ "metadata": { "labels": { "any": "one" } } });
     cluster.merge(&requests, "fixed", &labels);
@@ -209,10 +164,7 @@ fn a_creator_cannot_set_the_status_which_is_pending() {
 
     // The manager can, through the subresource, which changes nothing else.
     let patch = json!({ "spec": { "snapshots": ["other"] }, "status": ready() });
-    let patch = Patch::Merge(&patch);
-    let written =
-        cluster.block_on(requests.patch_status("forged", &PatchParams::default(), &patch));
-    let written = written.unwrap();
+    let written = cluster.merge_at_status(&requests, "forged", &patch).unwrap();
     assert_eq!(written.spec.snapshots, ["monday"]);
     assert_eq!(written.state(), SessionState::Ready);
     let error = cluster.merge(&requests, "forged", &json!({ "status": { "state": "Failed" } }));
@@ -229,8 +181,8 @@ fn ready_and_failed_are_final() {
         ("failed", failed, [json!("Pending"), json!("Ready"), Value::Null]),
     ] {
         make(cluster, &requests, name);
-        set_status(cluster, &requests, name, &json!({ "state": "Pending" })).unwrap();
-        set_status(cluster, &requests, name, &last).unwrap();
+        cluster.merge_status(&requests, name, &json!({ "state": "Pending" }));
+        cluster.merge_status(&requests, name, &last);
         for other in others {
             // With all fields that the other state requires, so that only the change is invalid.
             let status = match other.as_str() {
@@ -248,13 +200,13 @@ fn ready_and_failed_are_final() {
         }
         // Nor by removing the whole status.
         refused_status(cluster, &requests, name, &Value::Null, "cannot be removed");
-        let again = set_status(cluster, &requests, name, &last).unwrap();
+        let again = cluster.merge_status(&requests, name, &last);
         assert_ne!(again.state(), SessionState::Pending);
     }
     // Directly from no state to Failed.
     make(cluster, &requests, "at-once");
     let failed = json!({ "state": "Failed", "error": "no such snapshot" });
-    set_status(cluster, &requests, "at-once", &failed).unwrap();
+    cluster.merge_status(&requests, "at-once", &failed);
 }
 
 #[test]
@@ -265,10 +217,10 @@ fn the_token_of_a_session_cannot_be_changed() {
     let why = "the token of a session cannot be changed";
     make(cluster, &requests, "session");
     let chosen = json!({ "state": "Pending", "sessionToken": TOKEN });
-    set_status(cluster, &requests, "session", &chosen).unwrap();
+    cluster.merge_status(&requests, "session", &chosen);
     for state in ["Pending", "Ready"] {
         if state == "Ready" {
-            set_status(cluster, &requests, "session", &ready()).unwrap();
+            cluster.merge_status(&requests, "session", &ready());
         }
         let exchange = json!({ "sessionToken": other });
         refused_status(cluster, &requests, "session", &exchange, why);
@@ -277,9 +229,9 @@ fn the_token_of_a_session_cannot_be_changed() {
     }
     // A session that fails loses its token.
     make(cluster, &requests, "fails");
-    set_status(cluster, &requests, "fails", &chosen).unwrap();
+    cluster.merge_status(&requests, "fails", &chosen);
     let failed = json!({ "state": "Failed", "error": "x", "sessionToken": null });
-    set_status(cluster, &requests, "fails", &failed).unwrap();
+    cluster.merge_status(&requests, "fails", &failed);
 }
 
 #[test]
@@ -292,7 +244,7 @@ fn ready_requires_all_fields_of_a_client() {
         status[field] = Value::Null;
         refused_status(cluster, &requests, "session", &status, "Ready needs address, caCert");
     }
-    set_status(cluster, &requests, "session", &ready()).unwrap();
+    cluster.merge_status(&requests, "session", &ready());
 }
 
 #[test]
@@ -305,7 +257,7 @@ fn failed_requires_an_error_and_no_token() {
     let with_token = json!({ "state": "Failed", "error": "x", "sessionToken": TOKEN });
     refused_status(cluster, &requests, "session", &with_token, why);
     let good = json!({ "state": "Failed", "error": "x", "driver": "d.example" });
-    set_status(cluster, &requests, "session", &good).unwrap();
+    cluster.merge_status(&requests, "session", &good);
 }
 
 #[test]
@@ -340,7 +292,7 @@ fn states_and_condition_types_are_restricted() {
         let status = json!({ "conditions": [wrong] });
         refused_status(cluster, &requests, "session", &status, &format!("conditions[0].{field}"));
     }
-    set_status(cluster, &requests, "session", &json!({ "conditions": [condition] })).unwrap();
+    cluster.merge_status(&requests, "session", &json!({ "conditions": [condition] }));
 }
 
 #[test]
@@ -425,11 +377,8 @@ fn session_data_cannot_be_changed() {
         json!({ "snapshots": [snapshot] }),
         json!({ "request": { "uid": "u-9" } }),
     ] {
-        let patch = json!({ "spec": change });
-        let patch = Patch::Merge(&patch);
-        let answer = cluster.block_on(all.patch(TOKEN, &PatchParams::default(), &patch));
-        let error = answer.map(drop).expect_err(&format!("taken: {change}")).to_string();
-        assert!(error.contains("cannot be changed"), "{change}: {error}");
+        let answer = cluster.try_merge(&all, TOKEN, &json!({ "spec": change }));
+        is_error(answer, &change, "cannot be changed");
     }
     cluster.delete(&all, TOKEN);
     cluster.wait_until_gone(&all, TOKEN);
@@ -474,10 +423,10 @@ fn kubectl_shows_short_names_columns_and_fields() {
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(&namespace);
     make(cluster, &requests, "new");
     make(cluster, &requests, "session");
-    set_status(cluster, &requests, "session", &ready()).unwrap();
+    cluster.merge_status(&requests, "session", &ready());
     make(cluster, &requests, "failed");
     let failed = json!({ "state": "Failed", "error": "no such snapshot" });
-    set_status(cluster, &requests, "failed", &failed).unwrap();
+    cluster.merge_status(&requests, "failed", &failed);
     cluster
         .create(&cluster.api_in::<SnapshotSessionData>(&namespace), data_object(&namespace, TOKEN));
     // In a separate namespace, because other tests' dry runs see stored objects.
@@ -485,13 +434,7 @@ fn kubectl_shows_short_names_columns_and_fields() {
     configuration["metadata"]["name"] = json!("shown.example");
     cluster.create(&cluster.api::<SnapshotServiceConfiguration>(), configuration);
 
-    // The number of fields of each line; an empty column has none.
-    let table = |arguments: &[&str]| -> Vec<Vec<String>> {
-        let text = stdout_of(cluster.kubectl(&[&["get"], arguments].concat()));
-        let words = |line: &str| line.split_whitespace().map(str::to_owned).collect();
-        text.lines().map(words).collect()
-    };
-    let rows = table(&["-n", &namespace, "ssr"]);
+    let rows = table(cluster, &["-n", &namespace, "ssr"]);
     assert_eq!(rows[0], ["NAME", "STATE", "DRIVER", "EXPIRES", "AGE"]);
     let row = |name: &str| rows.iter().find(|row| row[0] == name).unwrap();
     assert_eq!(row("session")[1..4], ["Ready", "d.example", SOON]);
@@ -502,22 +445,19 @@ fn kubectl_shows_short_names_columns_and_fields() {
     assert!(wide.contains("ERROR") && wide.contains("no such snapshot"), "{wide}");
     assert!(!wide.contains(TOKEN), "{wide}");
 
-    let rows = table(&["ssc", "shown.example"]);
+    let rows = table(cluster, &["ssc", "shown.example"]);
     assert_eq!(rows[0], ["NAME", "ADDRESS", "NAMESPACE", "AGE"]);
     assert_eq!(rows[1][..3], ["shown.example", "metadata.csi.svc:6443", "csi"]);
-    let rows = table(&["-n", &namespace, "ssd"]);
+    let rows = table(cluster, &["-n", &namespace, "ssd"]);
     assert_eq!(rows[0], ["NAME", "DRIVER", "REQUEST", "OF", "EXPIRES"]);
     assert_eq!(rows[1], [TOKEN, "d.example", "backup", "demo", SOON]);
 
-    for (field, words) in [
+    let fields = [
         ("ssr.spec.snapshots", "Names of 1 to 64 VolumeSnapshots in this namespace"),
         ("ssr.status.state", "Absent means Pending"),
         ("ssr.status.sessionToken", "Its holder has access to the session"),
         ("ssc.spec.driverNamespace", "Namespace of the driver"),
         ("ssd.spec.snapshots.handle", "CSI handle of the snapshot"),
-    ] {
-        let text = stdout_of(cluster.kubectl(&["explain", field]));
-        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(text.contains(words), "{field}: {text}");
-    }
+    ];
+    explains(cluster, &fields);
 }

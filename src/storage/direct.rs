@@ -10,6 +10,7 @@ use std::path::Path;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
+use nix::sys::statvfs::fstatvfs;
 
 use super::sys;
 
@@ -184,16 +185,31 @@ impl DirectFile {
         self.file.sync_data()
     }
 
-    /// Changes the length. New blocks are written with zeros, so later writes to them need no space
-    /// in the pool or below a sparse image. On an error the length is unchanged.
-    pub fn resize(&self, len: u64) -> io::Result<()> {
+    /// Grows the content from `from` bytes to `to`. New blocks are written with zeros, so later
+    /// writes to them need no space in the pool or below a sparse image. The file may be longer than
+    /// `from` already. On an error its length is unchanged.
+    pub fn grow(&self, from: u64, to: u64) -> io::Result<()> {
         let old = self.len()?;
-        self.file.set_len(len)?;
-        let filled = self.fill_with_zeros(old, len);
-        if filled.is_err() {
+        if old < to {
+            self.file.set_len(to)?;
+        }
+        let filled = self.fill_with_zeros(from, to);
+        if filled.is_err() && old < to {
             self.file.set_len(old)?;
         }
         filled
+    }
+
+    /// Shortens the file. This frees all blocks after `len` bytes, also those of
+    /// [`DirectFile::reserve`].
+    pub fn shorten(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    /// The available space of the filesystem, in bytes.
+    pub fn available(&self) -> io::Result<u64> {
+        let stat = fstatvfs(&self.file)?;
+        Ok(stat.fragment_size().saturating_mul(stat.blocks_available()))
     }
 
     fn fill_with_zeros(&self, from: u64, to: u64) -> io::Result<()> {

@@ -19,6 +19,11 @@ const PAGE: usize = PAGE_BYTES as usize;
 /// reserve.
 const MIN_RESERVED_BYTES: u64 = 4 << 20;
 
+/// The file is shortened only if at least this is available, in bytes. Shortening frees the reserved
+/// space, too, which a full disk may not give back: others take it, and a full XFS first refills its
+/// own reserve of up to 32 MiB.
+const MIN_TO_SHORTEN: u64 = 64 << 20;
+
 /// Maximum size of collected pages, in bytes. More are written before the flush.
 const MAX_COLLECTED_BYTES: usize = 4 << 20;
 
@@ -161,26 +166,39 @@ impl CatalogFile {
     fn resize(&self, len: u64) -> io::Result<()> {
         let mut written = self.write_guard();
         drop(written.pages.split_off(&len));
-        if !self.is_durable() {
-            written.len = len;
-            return Ok(());
+        if self.is_durable() {
+            self.0.resize_file(written.len, len)?;
         }
-        self.0.file.resize(len).or_else(|e| {
-            if !matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) {
-                return Err(e);
-            }
-            // A deletion may also need a page.
-            (self.0.release_reserve.0)();
-            self.0.file.resize(len)
-        })?;
         written.len = len;
         drop(written);
+        if !self.is_durable() {
+            return Ok(());
+        }
         self.reserve_ahead();
         hit("page.sized")
     }
 }
 
 impl Inner {
+    /// Changes the length of the store in the file.
+    fn resize_file(&self, old: u64, len: u64) -> io::Result<()> {
+        if len > old {
+            return self.file.grow(old, len).or_else(|e| {
+                if !matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) {
+                    return Err(e);
+                }
+                // A deletion may also need a page.
+                (self.release_reserve.0)();
+                self.file.grow(old, len)
+            });
+        }
+        // Otherwise the file is longer than the store, and redb uses its length at the next start.
+        match self.file.available() {
+            Ok(MIN_TO_SHORTEN..) => self.file.shorten(len),
+            _ => Ok(()),
+        }
+    }
+
     /// The page at `offset`, including pending writes. Zeros past the end of the file.
     fn page(&self, written: &Written, offset: u64) -> io::Result<Box<[u8]>> {
         if let Some(page) = written.pages.get(&offset) {

@@ -108,7 +108,7 @@ fn replace(path: &Path, copy: &File) -> Result<()> {
     let doing = || format!("rewriting {}", path.display());
     let part = path.with_extension("part");
     let file = DirectFile::create(&part).context(doing)?;
-    file.resize(copy.metadata().context(doing)?.len()).context(doing)?;
+    file.grow(0, copy.metadata().context(doing)?.len()).context(doing)?;
     let mut bytes = vec![0; CHUNK];
     let mut offset = 0;
     while let read @ 1.. = copy.read_at(&mut bytes, offset).context(doing)? {

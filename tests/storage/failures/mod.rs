@@ -18,6 +18,7 @@ mod world;
 use csi_loopback::backend::PoolKind;
 
 use super::oracle::explore::explore_with;
+use super::oracle::operation::Pick;
 use support::have_root;
 
 /// Operations in a sequence.
@@ -59,6 +60,32 @@ fn lists_work_on_a_full_disk_without_descriptors() {
                 kind,
                 &[NoDescriptors, Fill, NoDescriptors, List, Repair, NoDescriptors],
             );
+        });
+    }
+}
+
+#[test]
+fn deletions_work_after_a_restart_on_a_full_disk() {
+    if have_root() {
+        use operation::Operation::{DeleteSnapshot, Fill, Kill, Snapshot, Start, Stop};
+        let first = Pick::first();
+        // The stop shortens the catalog, and a start after a kill needs more pages than before.
+        let operations = [
+            Snapshot(first),
+            Snapshot(first),
+            Snapshot(first),
+            Stop { starts: true },
+            DeleteSnapshot(first),
+            Fill,
+            Stop { starts: false },
+            Fill,
+            Start,
+            Snapshot(first),
+            Kill { starts: true },
+            DeleteSnapshot(first),
+        ];
+        super::oracle::kinds().for_each(|kind| {
+            world::World::run(kind, &operations);
         });
     }
 }

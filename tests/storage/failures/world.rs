@@ -296,12 +296,12 @@ impl World {
     fn delete_snapshot(&mut self, snapshot: usize) {
         // The driver may be working on the volume.
         let deleted = self.rig.driver.call_patiently(delete_snapshot(&self.snapshots[snapshot].id));
+        if let Err(status) = &deleted {
+            assert!(self.is_unreadable, "a snapshot cannot be deleted: {status:?}");
+        }
         match self.note(deleted, "DeleteSnapshot") {
             Some(_) => self.deleted.push(self.snapshots.remove(snapshot).id),
-            None => {
-                assert!(self.is_unreadable, "a snapshot cannot be deleted");
-                self.snapshots[snapshot].perhaps_deleted = true;
-            }
+            None => self.snapshots[snapshot].perhaps_deleted = true,
         }
     }
 

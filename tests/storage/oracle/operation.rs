@@ -13,6 +13,11 @@ use support::{BLOCK, MIB, pattern};
 pub struct Pick(u8);
 
 impl Pick {
+    /// The first item.
+    pub fn first() -> Self {
+        Self(0)
+    }
+
     /// An index below `count`, which is not 0.
     pub fn of(self, count: usize) -> usize {
         usize::from(self.0) % count

@@ -163,10 +163,15 @@ fn attach(table: &mut File, volume: &File, placeholder: &Path, aside: &Path) -> 
 }
 
 fn attach_volume(volume: &File, point: &File) -> Result<()> {
-    sys::attach(volume, point).map_err(|e| match e.raw_os_error() {
-        // The kernel mounts no removed directory.
-        Some(libc::ENOENT) => anyhow!("its sub-path of the volume was removed meanwhile"),
-        _ => anyhow::Error::new(e).context("attaching the volume"),
+    sys::attach(volume, point).map_err(|e| {
+        // The kernel mounts no removed directory, nor on one.
+        let was_removed = volume.metadata().is_ok_and(|metadata| metadata.nlink() == 0);
+        match e.raw_os_error() {
+            Some(libc::ENOENT) if was_removed => {
+                anyhow!("its sub-path of the volume was removed meanwhile")
+            }
+            _ => anyhow::Error::new(e).context("attaching the volume"),
+        }
     })
 }
 

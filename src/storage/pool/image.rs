@@ -549,3 +549,17 @@ fn no_room(data_dir: &Path, bytes: u64) -> Error {
 fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_are_no_part_of_the_cost_of_a_look() {
+        let begun = thread_cpu_time();
+        std::thread::sleep(Duration::from_millis(300));
+        let used = thread_cpu_time().saturating_sub(begun);
+        assert!(used < Duration::from_millis(150), "{used:?}");
+        assert!((0..10_000_000).any(|_| thread_cpu_time().saturating_sub(begun) > used));
+    }
+}

@@ -39,6 +39,9 @@ fn is_of_a_lost_filesystem(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EIO | libc::EROFS | libc::ESHUTDOWN | libc::EUCLEAN))
 }
 
+const REPAIR: &str =
+    "repair the filesystem before the mount if it is an ext4 (e2fsck), or if the mount fails";
+
 fn describe(kind: PoolKind, error: &io::Error) -> String {
     let remount = match kind {
         PoolKind::Image => "restart the driver, which mounts the pool again",
@@ -48,7 +51,7 @@ fn describe(kind: PoolKind, error: &io::Error) -> String {
     };
     format!(
         "the pool's filesystem has shut down or become read-only after an error ({error}; see the kernel log); delete the pods \
-         that use its volumes, so that they are unstaged, then {remount}; if the mount fails, repair the filesystem"
+         that use its volumes, so that they are unstaged, then {remount}; {REPAIR}"
     )
 }
 
@@ -98,9 +101,8 @@ pub fn explain_start(data_dir: &Path, error: Error) -> Error {
         true => "unmount and mount the filesystem, and start the driver",
         false => "start the driver, which mounts the filesystem again",
     };
-    let repair = "if the mount fails, repair the filesystem";
     if attached.is_empty() {
-        return Error::Unavailable(format!("{what}; {then}; {repair} ({error})"));
+        return Error::Unavailable(format!("{what}; {then}; {REPAIR} ({error})"));
     }
     let name = |(device, id): &(LoopDevice, String)| format!("{id} ({})", device.path().display());
     let mut names: Vec<String> = attached.iter().take(MAX_NAMES).map(name).collect();
@@ -109,7 +111,7 @@ pub fn explain_start(data_dir: &Path, error: Error) -> Error {
     }
     Error::Unavailable(format!(
         "{what}, and attached volumes keep it mounted: {}; delete the pods that use them, unmount their filesystems \
-         (umount), detach the devices (losetup -d), then {then}; {repair} ({error})",
+         (umount), detach the devices (losetup -d), then {then}; {REPAIR} ({error})",
         names.join(", ")
     ))
 }

@@ -13,7 +13,7 @@ use support::{MIB, run};
 use tempfile::TempDir;
 
 use crate::power_loss::cache::{Cache, Fault};
-use crate::power_loss::disk::{is_attached, make_filesystem, mount};
+use crate::power_loss::disk::{is_attached, make_filesystem, mount, repair_and_mount};
 
 /// The disk, in bytes. Sparse.
 const DISK_BYTES: u64 = 400 * MIB;
@@ -151,7 +151,7 @@ impl Rig {
             mounts().iter().all(|mount| mount.target != own)
         });
         wait_for("the disk is detached", || !is_attached(&self.disk.image()));
-        mount(filesystem(self.kind), &self.disk.image(), &own);
+        repair_and_mount(filesystem(self.kind), &self.disk.image(), &own);
         let _ = fs::remove_file(self.filler());
         self.is_failing = false;
         self.needs_reboot = false;

@@ -125,11 +125,28 @@ pub fn make_filesystem(filesystem: FsType, image: &Path) {
 }
 
 pub fn mount(filesystem: FsType, image: &Path, at: &Path) {
+    mount_after(filesystem, image, at, |_| ());
+}
+
+/// Repairs, then mounts. An ext4 with an error can be mounted without a repair, but has lost the
+/// space of files whose deletion was not committed. XFS repairs itself at the mount.
+pub fn repair_and_mount(filesystem: FsType, image: &Path, at: &Path) {
+    mount_after(filesystem, image, at, |device| {
+        if filesystem == FsType::Ext4 {
+            let repaired = Command::new("e2fsck").args(["-y", device]).output().unwrap();
+            // 1: there was something to repair.
+            assert!(matches!(repaired.status.code(), Some(0 | 1)), "{repaired:?}");
+        }
+    });
+}
+
+fn mount_after(filesystem: FsType, image: &Path, at: &Path, prepare: impl FnOnce(&str)) {
     // Direct I/O, because otherwise data would be cached and written twice.
     let attach = ["--find", "--show", "--direct-io=on", "--sector-size=4096", path(image)];
     let attached = Command::new("losetup").args(attach).output().unwrap();
     assert!(attached.status.success(), "{attached:?}");
     let device = String::from_utf8(attached.stdout).unwrap();
+    prepare(device.trim());
     // A copy has the UUID of its source.
     let options: &[&str] = if filesystem == FsType::Xfs { &["-o", "nouuid"] } else { &[] };
     let mounted = Command::new("mount").args(options).args([device.trim(), path(at)]).status();

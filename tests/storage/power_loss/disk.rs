@@ -125,34 +125,38 @@ pub fn make_filesystem(filesystem: FsType, image: &Path) {
 }
 
 pub fn mount(filesystem: FsType, image: &Path, at: &Path) {
-    mount_after(filesystem, image, at, |_| ());
+    mount_after(filesystem, image, at, |_| true);
 }
 
 /// Repairs, then mounts. An ext4 with an error can be mounted without a repair, but has lost the
 /// space of files whose deletion was not committed. XFS repairs itself at the mount.
 pub fn repair_and_mount(filesystem: FsType, image: &Path, at: &Path) {
     mount_after(filesystem, image, at, |device| {
-        if filesystem == FsType::Ext4 {
-            let repaired = Command::new("e2fsck").args(["-y", device]).output().unwrap();
-            // 1: there was something to repair.
-            assert!(matches!(repaired.status.code(), Some(0 | 1)), "{repaired:?}");
+        if filesystem != FsType::Ext4 {
+            return true;
         }
+        let repaired = Command::new("e2fsck").args(["-y", device]).output();
+        // 1: there was something to repair.
+        matches!(repaired.unwrap().status.code(), Some(0 | 1))
     });
 }
 
-fn mount_after(filesystem: FsType, image: &Path, at: &Path, prepare: impl FnOnce(&str)) {
+/// Mounts if `prepare` returns true for the device.
+fn mount_after(filesystem: FsType, image: &Path, at: &Path, prepare: impl FnOnce(&str) -> bool) {
     // Direct I/O, because otherwise data would be cached and written twice.
     let attach = ["--find", "--show", "--direct-io=on", "--sector-size=4096", path(image)];
     let attached = Command::new("losetup").args(attach).output().unwrap();
     assert!(attached.status.success(), "{attached:?}");
     let device = String::from_utf8(attached.stdout).unwrap();
-    prepare(device.trim());
+    let device = device.trim();
     // A copy has the UUID of its source.
     let options: &[&str] = if filesystem == FsType::Xfs { &["-o", "nouuid"] } else { &[] };
-    let mounted = Command::new("mount").args(options).args([device.trim(), path(at)]).status();
+    let mut mount = Command::new("mount");
+    mount.args(options).args([device, path(at)]);
+    let is_mounted = prepare(device) && mount.status().unwrap().success();
     // From now on the device is detached with its mount.
-    run("losetup", &["--detach", device.trim()]);
-    assert!(mounted.unwrap().success(), "{} does not mount", image.display());
+    run("losetup", &["--detach", device]);
+    assert!(is_mounted, "{} does not mount", image.display());
 }
 
 pub fn is_attached(image: &Path) -> bool {

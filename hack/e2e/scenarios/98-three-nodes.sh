@@ -126,6 +126,9 @@ while ((SECONDS < ends)); do
     calls=$((calls + 3))
 done
 rollout csi-loopback deployment/csi-loopback-metadata daemonset/csi-loopback-node-metadata
+# The former pods end after the rollout.
+none_terminates() { [[ $(kubectl -n csi-loopback get pods -o jsonpath='[{.items[*].metadata.deletionTimestamp}]') == "[]" ]]; }
+eventually none_terminates
 quietly kubectl uncordon node-3
 for stream in "${streams[@]}"; do wait "$stream"; done
 for node in "${nodes[@]}"; do equal "extents of data-$node" "$(delta "data-$node")" "$(<"$work/$node")"; done

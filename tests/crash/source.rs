@@ -44,13 +44,14 @@ const STEPS: [&str; 35] = [
 ];
 
 /// Functions that need no fail point, with reasons.
-const EXCEPT: [(&str, &str); 18] = [
+const EXCEPT: [(&str, &str); 19] = [
     ("append", "writes to a buffer; the point is at the flush of the buffer"),
     ("clone", "the caller has the point"),
     ("copy_of", "in memory"),
     ("ensure_node", "a shared node in /dev"),
-    ("fill_with_zeros", "the point is after the resize"),
+    ("fill_with_zeros", "the point is after the growth"),
     ("flush", "data in the kernel survives the process"),
+    ("grow", "the caller has the point"),
     ("largest_file", "the next start creates the file again"),
     ("hit", "implements the points"),
     ("overwrite", "a repeated call overwrites everything again"),
@@ -60,7 +61,7 @@ const EXCEPT: [(&str, &str); 18] = [
     ("read_verified", "in memory"),
     ("release", "frees space without content; reserved again when space is available"),
     ("reserve", "reserves space without content; reserved again at the next start"),
-    ("resize", "the caller has the point"),
+    ("shorten", "the caller has the point"),
     ("sync_data", "the caller has the point"),
     ("write_pages", "the caller has the point"),
 ];

@@ -4,12 +4,13 @@
 //! limit, sector size, read-only) was attached by another program: it is never used and never
 //! detached.
 
+mod identity;
 mod named;
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -26,6 +27,8 @@ use super::fail_point::{hit, reach};
 use super::sector::SectorSize;
 use super::sys;
 use super::units::BLOCK_SIZE;
+
+use identity::{AttachmentId, DeviceParameters, Identity};
 
 pub use named::{attached_loop_devices, twins_of_loop_device};
 
@@ -48,70 +51,8 @@ const DETACH_DEADLINE: Duration = Duration::from_secs(10);
 pub struct LoopDevice {
     number: u32,
     path: PathBuf,
-}
-
-/// The identity of a backing file: device and inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Identity {
-    device: (u64, u64),
-    inode: u64,
-}
-
-impl Identity {
-    fn of(file: &File) -> io::Result<Self> {
-        let metadata = file.metadata()?;
-        let device = metadata.dev();
-        let numbers = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
-        Ok(Self { device: numbers, inode: metadata.ino() })
-    }
-
-    /// Decodes the kernel's encoding of device numbers.
-    fn of_status(info: &sys::loop_info64) -> Self {
-        let device = info.lo_device;
-        let minor = (device & 0xff) | ((device >> 12) & 0xf_ff00);
-        Self { device: ((device & 0xf_ff00) >> 8, minor), inode: info.lo_inode }
-    }
-}
-
-/// Identifies one attachment of a device. Device and inode are not enough: an in-memory filesystem
-/// reuses those numbers.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct AttachmentId {
-    backing: Identity,
-    /// The random name from [`configure`].
-    name: Vec<u8>,
-}
-
-impl AttachmentId {
-    fn of_status(info: &sys::loop_info64) -> Self {
-        Self { backing: Identity::of_status(info), name: info.lo_file_name.to_vec() }
-    }
-}
-
-/// The parameters of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct DeviceParameters {
-    /// In bytes, like the next two fields.
-    offset: u64,
-    /// 0: none.
-    size_limit: u64,
-    sector: u64,
-    /// Attached read-only. A read-only publication sets another flag (BLKROSET).
-    read_only: bool,
-}
-
-impl DeviceParameters {
-    /// Whether this driver attached the device. Sectors of 512 bytes are also the default of other
-    /// programs, which name the device after the path of its file.
-    fn are_ours(self, info: &sys::loop_info64) -> bool {
-        let Self { offset, size_limit, sector, read_only } = self;
-        let is_our_sector = match sector {
-            BLOCK_SIZE => true,
-            512 => info.lo_file_name[..NAME_BYTES].iter().all(u8::is_ascii_lowercase),
-            _ => false,
-        };
-        offset == 0 && size_limit == 0 && !read_only && is_our_sector
-    }
+    /// The attachment that was found. `None`: the device was found by its number or name alone.
+    attachment: Option<AttachmentId>,
 }
 
 /// The devices of one backing file, lowest numbers first.
@@ -154,7 +95,8 @@ impl AttachedFiles {
         let mut files: HashMap<_, Vec<_>> = HashMap::new();
         for device in LoopDevice::all()?.into_iter().filter(LoopDevice::has_file) {
             let Some(info) = device.status() else { continue };
-            files.entry(Identity::of_status(&info)).or_default().push((device, info));
+            let files = files.entry(Identity::of_status(&info)).or_default();
+            files.push((device.with_attachment(&info), info));
         }
         Ok(Self(files))
     }
@@ -204,8 +146,9 @@ impl LoopDevice {
             device.ensure_node()?;
             let file = device.open(true)?;
             match configure(&file, backing, lifetime, sector) {
-                Ok(()) => {
-                    device.check_sectors(sector)?;
+                Ok(info) => {
+                    let device = device.with_attachment(&info);
+                    device.check_sectors(sector, &info)?;
                     // The kernel keeps the read-only flag of a previous user.
                     device.set_read_only(false)?;
                     return Ok((device, file));
@@ -222,9 +165,8 @@ impl LoopDevice {
     }
 
     /// Detaches a new device to which the kernel gave other sectors.
-    fn check_sectors(&self, wanted: SectorSize) -> Result<()> {
-        let actual = self.status().and_then(|info| self.parameters(&info));
-        let actual = actual.map_or(0, |parameters| parameters.sector);
+    fn check_sectors(&self, wanted: SectorSize, info: &sys::loop_info64) -> Result<()> {
+        let actual = self.parameters(info).map_or(0, |parameters| parameters.sector);
         if actual == u64::from(wanted.bytes()) {
             return Ok(());
         }
@@ -249,25 +191,39 @@ impl LoopDevice {
     /// Returns the existing device of `backing`, or attaches a new one. `Precondition` if another
     /// program has attached the file for writing.
     pub fn ensure(backing: &File, sector: SectorSize) -> Result<Self> {
-        let devices = Self::of_file(backing)?;
-        devices.refuse_foreign()?;
-        match devices.ours.into_iter().next() {
-            Some(device) => device.clear_autoclear().map(|()| device),
-            None => Self::take(backing, Lifetime::Explicit, sector).map(|(device, _)| device),
+        for _ in 0..ATTACH_ATTEMPTS {
+            let devices = Self::of_file(backing)?;
+            devices.refuse_foreign()?;
+            let Some(device) = devices.ours.into_iter().next() else {
+                return Self::take(backing, Lifetime::Explicit, sector).map(|(device, _)| device);
+            };
+            if device.keep()? {
+                return Ok(device);
+            }
         }
+        Err(Error::Busy("the loop device of this file is being detached; try again".to_owned()))
     }
 
     /// Clears the autoclear flag, which a detach of a busy device sets: the device is in use again.
-    fn clear_autoclear(&self) -> Result<()> {
+    /// Returns false if the device was detached since it was found; it can have another file then.
+    fn keep(&self) -> Result<bool> {
         let doing = || format!("clearing the autoclear flag of {}", self.path.display());
-        let file = self.open(true)?;
-        let mut info = sys::loop_status(&file).context(doing)?;
-        if info.lo_flags & LO_FLAGS_AUTOCLEAR as u32 == 0 {
-            return Ok(());
+        // While it is open, it stays attached.
+        let opened = File::options().read(true).write(true).open(&self.path);
+        let status = opened.and_then(|file| sys::loop_status(&file).map(|info| (file, info)));
+        let (file, mut info) = match status {
+            Err(e) if e.raw_os_error() == Some(libc::ENXIO) => return Ok(false),
+            status => status.context(doing)?,
+        };
+        if self.attachment != Some(AttachmentId::of_status(&info)) {
+            return Ok(false);
         }
-        info.lo_flags &= !(LO_FLAGS_AUTOCLEAR as u32);
-        sys::loop_set_status(&file, &mut info).context(doing)?;
-        reach("loop.kept")
+        if info.lo_flags & LO_FLAGS_AUTOCLEAR as u32 != 0 {
+            info.lo_flags &= !(LO_FLAGS_AUTOCLEAR as u32);
+            sys::loop_set_status(&file, &mut info).context(doing)?;
+            reach("loop.kept")?;
+        }
+        Ok(true)
     }
 
     /// The device of a deleted backing file with this name, which must be unique forever.
@@ -276,14 +232,12 @@ impl LoopDevice {
         for device in Self::all()? {
             let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
             let named = fs::read_to_string(path);
-            let is_ours = |device: &Self| {
-                let info = device.status()?;
-                device.parameters(&info).map(|parameters| parameters.are_ours(&info))
-            };
-            if named.is_ok_and(|file| file.trim_end_matches('\n').ends_with(&ending))
-                && is_ours(&device) == Some(true)
-            {
-                return Ok(Some(device));
+            if !named.is_ok_and(|file| file.trim_end_matches('\n').ends_with(&ending)) {
+                continue;
+            }
+            let Some(info) = device.status() else { continue };
+            if device.parameters(&info).is_some_and(|parameters| parameters.are_ours(&info)) {
+                return Ok(Some(device.with_attachment(&info)));
             }
         }
         Ok(None)
@@ -303,7 +257,11 @@ impl LoopDevice {
     }
 
     fn numbered(number: u32) -> Self {
-        Self { number, path: PathBuf::from(format!("/dev/loop{number}")) }
+        Self { number, path: PathBuf::from(format!("/dev/loop{number}")), attachment: None }
+    }
+
+    fn with_attachment(self, info: &sys::loop_info64) -> Self {
+        Self { attachment: Some(AttachmentId::of_status(info)), ..self }
     }
 
     pub fn path(&self) -> &Path {
@@ -402,16 +360,18 @@ impl LoopDevice {
         Ok((under_way == 0).then_some([writes, discards]))
     }
 
-    /// Detaches the device from its current backing file, and waits until that is done.
+    /// Detaches the device from the file with which it was found, and waits until that is done. Does
+    /// nothing if the kernel has let it go: another volume or program can have the device then.
     pub fn release(&self) -> Result<()> {
         self.release_within(DETACH_DEADLINE)
     }
 
     /// Like [`Self::release`]; `Busy` after `timeout`.
     pub fn release_within(&self, timeout: Duration) -> Result<()> {
-        let Some(attached) = self.status().map(|info| AttachmentId::of_status(&info)) else {
+        let Some(current) = self.status().map(|info| AttachmentId::of_status(&info)) else {
             return Ok(());
         };
+        let attached = self.attachment.clone().unwrap_or(current);
         self.release_while(timeout, |file| match sys::loop_status(file) {
             Ok(info) => Ok(AttachmentId::of_status(&info) == attached),
             Err(e) if is_gone(&e) => Ok(false),
@@ -521,7 +481,7 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENXIO | libc::EBUSY))
 }
 
-/// Attaches with direct I/O if possible and useful. The sector size is explicit: the kernel's
+/// Attaches with direct I/O if possible and useful, and returns the status. The sector size is explicit: the kernel's
 /// default changes after the first clone of the backing file, and a filesystem made on 512-byte
 /// sectors may not mount on 4096. With 512, the kernel disables direct I/O or refuses it.
 fn configure(
@@ -529,7 +489,7 @@ fn configure(
     backing: &File,
     lifetime: Lifetime,
     sector: SectorSize,
-) -> io::Result<()> {
+) -> io::Result<sys::loop_info64> {
     let mut name = [0; NAME_BYTES];
     getrandom::fill(&mut name).map_err(io::Error::other)?;
     // Printable characters.
@@ -545,18 +505,20 @@ fn configure(
     };
     if sector == SectorSize::Bytes512 || needs_page_cache(backing, lifetime)? {
         configure_with(flags)?;
-        return hit("loop.attached");
+        hit("loop.attached")?;
+        return sys::loop_status(device);
     }
     match configure_with(flags | LO_FLAGS_DIRECT_IO as u32) {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => configure_with(flags)?,
         result => result?,
     }
     hit("loop.attached")?;
+    let info = sys::loop_status(device)?;
     // The kernel may silently disable direct I/O.
-    if sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
+    if info.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
         warn!("this filesystem does not support direct I/O: data is cached twice");
     }
-    Ok(())
+    Ok(info)
 }
 
 /// The same file for a loop device, opened so that writes do not change its times, if it is on the
@@ -590,3 +552,6 @@ fn needs_page_cache(backing: &File, lifetime: Lifetime) -> io::Result<bool> {
         _ => false,
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -416,10 +416,32 @@ processes_of() {
     done
 }
 
+# detach_loops COMMAND...: detaches the loop devices that the command lists, one per line. A device that was detached or
+# got another file since is not touched: the detach of a volume can free that of its pool image, and another program
+# takes the lowest free device.
+detach_loops() {
+    local at device
+    local -A attachment=()
+    for at in /sys/block/loop*/diskseq; do
+        [[ -e $at ]] || continue
+        # The kernel counts on with each attach and detach.
+        device=${at#/sys/block/}
+        attachment[/dev/${device%/diskseq}]=$(<"$at")
+    done
+    while read -r device _; do
+        (
+            # An open device cannot get another file.
+            exec 3<"$device"
+            [[ ${attachment[$device]-} == "$(<"/sys/block/${device#/dev/}/diskseq")" ]] || exit
+            losetup --detach "$device"
+        ) 2>/dev/null || true
+    done < <("$@")
+}
+
 # clear_directory DIR: unmounts and detaches everything below DIR, then removes DIR. Loop devices
 # and mounts outside of DIR are not touched: they can belong to other users of the machine.
 clear_directory() {
-    local dir=$1 point device
+    local dir=$1 point
     [[ -n $dir && -d $dir ]] || return 0
     for _ in 1 2 3; do
         while read -r point; do
@@ -427,9 +449,7 @@ clear_directory() {
             fsfreeze --unfreeze "$point" 2>/dev/null || true
             umount "$point" 2>/dev/null || umount --lazy "$point" 2>/dev/null || true
         done < <(mounts_below "$dir")
-        while read -r device _; do
-            losetup --detach "$device" 2>/dev/null || true
-        done < <(loops_of "$dir")
+        detach_loops loops_of "$dir"
         [[ -z $(mounts_below "$dir") ]] && break
         sleep 1
     done

@@ -236,7 +236,7 @@ cluster_up() {
 
 # end_node: kills all processes of the namespaces, detaches loop devices, and removes cgroups.
 end_node() {
-    local pid at device worker
+    local pid at worker
     for worker in "$e2e"/nodes/*/pid; do
         [[ ! -e $worker ]] || end_worker "$(basename "$(dirname "$worker")")"
     done
@@ -247,7 +247,7 @@ end_node() {
     fi
     rm -f "$e2e/pid" "$e2e/ready"
     for _ in {1..50}; do
-        while read -r device; do losetup --detach "$device" 2>/dev/null || true; done < <(our_loops)
+        detach_loops our_loops
         [[ -n $(our_loops) ]] || break
         sleep 0.2
     done

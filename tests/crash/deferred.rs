@@ -285,10 +285,7 @@ impl Scenario for Deferred {
                 }
                 Ok(())
             }
-            Call::Reboot => {
-                let devices = loops_named(&self.id);
-                on.restart(|| devices.iter().for_each(|one| detach_loop(one)))
-            }
+            Call::Reboot => on.restart(|| detach_loops_named(&self.id)),
             Call::Leftovers => {
                 let pod = on.driver.scratch().join("pods").join(on.name("inline", self.round));
                 let target = self.target(on);

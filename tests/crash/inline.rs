@@ -86,9 +86,7 @@ impl OnPod {
         while is_mounted(&self.volume().target) {
             run("umount", &[target]);
         }
-        for device in self.devices().iter().flat_map(|name| loops_named(name)) {
-            detach_loop(&device);
-        }
+        self.devices().iter().for_each(|name| detach_loops_named(name));
     }
 
     fn release(&self, on: &Scene) {

@@ -209,7 +209,7 @@ impl Scenario for OnNode {
                 while !mounts_at(&target).is_empty() {
                     run("umount", &[path(&target)]);
                 }
-                loops_named(&self.id).iter().for_each(|device| detach_loop(device));
+                detach_loops_named(&self.id);
             }),
         }
     }

@@ -99,7 +99,7 @@ fn a_staged_volume_without_its_file_can_be_unstaged() {
         driver.take_down(&volume);
         assert!(mounts_at(&target).is_empty() && mounts_at(&driver.staging(&volume)).is_empty());
         let left = loops_named(&volume);
-        left.iter().for_each(|device| run("losetup", &["-d", device]));
+        detach_loops_named(&volume);
         assert!(left.is_empty(), "{name}: {left:?} is still attached");
         driver.ok(delete_volume(&volume));
     }
@@ -111,7 +111,7 @@ fn a_detached_loop_device_makes_its_volume_abnormal() {
         let volume = driver.volume("v", MIB, block());
         driver.stage(&volume, &block());
         assert!(!condition(driver, &volume).abnormal);
-        loops_named(&volume).iter().for_each(|device| detach_loop(device));
+        detach_loops_named(&volume);
         let found = condition(driver, &volume);
         assert!(found.abnormal && found.message.contains("stage it again"), "{found:?}");
         driver.stage(&volume, &block());

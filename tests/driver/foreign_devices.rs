@@ -10,7 +10,9 @@ use csi_loopback::backend::PoolKind;
 use tonic::Code;
 
 use support::driver::*;
-use support::{BLOCK, MIB, path, pattern, read_all, write_direct};
+use support::{
+    BLOCK, MIB, REPOSITORY, directory, have_root, path, pattern, read_all, run, write_direct,
+};
 
 /// A loop device of an administrator, detached at the end.
 struct Foreign {
@@ -164,4 +166,31 @@ fn a_pool_image_with_a_foreign_writable_device_is_not_opened() {
         foreign.is_untouched();
         drop(foreign);
     });
+}
+
+/// Lanes of tests run in parallel: one cleans up while another attaches.
+#[test]
+fn a_clean_up_detaches_no_device_that_has_another_file_by_then() {
+    if !have_root() {
+        return;
+    }
+    let directory = directory();
+    let [listed, other] = ["listed", "other"].map(|name| directory.path().join(name));
+    for file in [&listed, &other] {
+        fs::write(file, [1; 4096]).unwrap();
+    }
+    let foreign = Foreign::attach(&["-r"], &listed);
+    let device = foreign.device.as_str();
+    let clean_up = |list: &str| {
+        let script = format!("source {REPOSITORY}/hack/lib.sh; {list}; detach_loops list \"$@\"");
+        run("bash", &["-euc", &script, "_", device, path(&other)]);
+    };
+    // While it lists, the device gets another file (LOOP_CHANGE_FD), as by a detach and an attach.
+    clean_up(
+        "list() { perl -e 'open D, shift; open F, shift; ioctl(D, 0x4c06, fileno F) or die' \"$@\"; echo \"$1\"; }",
+    );
+    assert!(Foreign::options(device).contains(path(&other)));
+    clean_up("list() { echo \"$1\"; }");
+    wait_for("the listed device is detached", || !Foreign::options(device).contains(path(&other)));
+    std::mem::forget(foreign);
 }

@@ -139,9 +139,7 @@ fn a_stage_waits_for_the_tool_of_a_killed_driver() {
         let staged = pool.backend().stage(&volume.id, &staging, &mounted(FsType::Ext4));
         tool.join().unwrap();
         let unstaged = pool.backend().unstage(&volume.id, &staging);
-        for device in kernel::loops_named(&volume.id) {
-            run("losetup", &["--detach", &device]);
-        }
+        kernel::detach_loops_named(&volume.id);
         staged.unwrap();
         unstaged.unwrap();
     });

@@ -8,7 +8,7 @@ use std::os::unix::fs::symlink;
 use csi_loopback::backend::{
     Backend, CreateVolume, Error, FsType, PoolKind, Source, VolumeRequest, check,
 };
-use support::kernel::{detach_loop, loops_named, mounts_at, shut_down_pool, wait_for};
+use support::kernel::{detach_loops_named, loops_named, mounts_at, shut_down_pool, wait_for};
 use support::*;
 
 #[track_caller]
@@ -121,7 +121,7 @@ fn recovered(mut pool: Pool) {
     assert!(message.contains(&kept.id) && message.contains(&device), "{message}");
     assert!(!message.contains(&volume.id) && !message.contains(&raw_volume.id), "{message}");
     run("umount", &[path(&kept_at.target)]);
-    detach_loop(&device);
+    detach_loops_named(&kept.id);
     pool.remount();
     wait_for("the pool opens", || pool.try_start().is_ok());
 

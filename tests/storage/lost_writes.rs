@@ -11,7 +11,7 @@ use csi_loopback::backend::{
 };
 use support::delta::differing_blocks;
 use support::full::*;
-use support::kernel::{detach_loop, loops_named};
+use support::kernel::detach_loops_named;
 use support::*;
 
 /// A full pool, with a volume in use that has a snapshot.
@@ -203,8 +203,7 @@ fn a_raw_volume_with_lost_writes_gets_no_snapshot() {
     // As after a reboot: the device does not exist, and the volume was not unstaged.
     full.pool.stop();
     run("umount", &[path(&full.attached.target)]);
-    let devices = loops_named(&full.volume.id);
-    devices.iter().for_each(|device| detach_loop(device));
+    detach_loops_named(&full.volume.id);
     full.pool.start();
     full.assert_refused("after a reboot");
     full.stage_again();

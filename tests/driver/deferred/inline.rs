@@ -137,9 +137,7 @@ fn a_deferred_inline_volume_is_published_again_after_a_reboot() {
         drop(container);
         let id = rig.backend().inline(HANDLE).unwrap().unwrap().id;
         rig.pool.stop();
-        for device in support::kernel::loops_named(&id) {
-            support::kernel::detach_loop(&device);
-        }
+        support::kernel::detach_loops_named(&id);
         rig.runtime.state().entries.clear();
         rig.pool.start();
         assert!(rig.backend().inline(HANDLE).unwrap().is_some());

@@ -236,9 +236,7 @@ fn a_deferred_volume_can_be_published_again_after_a_reboot() {
     with_rig(|rig| {
         let (volume, target) = rig.deferred_volume("v", FsType::Ext4);
         rig.pool.stop();
-        for device in support::kernel::loops_named(&volume.id) {
-            support::kernel::detach_loop(&device);
-        }
+        support::kernel::detach_loops_named(&volume.id);
         rig.pool.start();
         // The device in the entry may belong to another volume.
         assert!(rig.runtime.state().entries.is_empty());

@@ -172,9 +172,7 @@ fn unpublish_of_a_missing_or_partial_volume_succeeds() {
         ("the machine has restarted", |driver, target| {
             let id = internal_id(target);
             run("umount", &[path(target)]);
-            for device in loops_named(&id) {
-                detach_loop(&device);
-            }
+            detach_loops_named(&id);
             assert!(driver.backing_file(&id).exists());
         }),
     ];

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use csi_loopback::backend::{FsType, PoolKind};
 use support::driver::*;
-use support::kernel::{drop_page_cache, loops_named, mounts, shut_down_pool, unmount, wait_for};
+use support::kernel::{drop_page_cache, mounts, shut_down_pool, unmount, wait_for};
 use support::{MIB, run};
 use tempfile::TempDir;
 
@@ -143,9 +143,7 @@ impl Rig {
         for target in mounted.filter(|target| target.starts_with(&scratch)) {
             let _ = Command::new("umount").arg(&target).output();
         }
-        for device in volumes.iter().flat_map(|volume| loops_named(volume)) {
-            let _ = Command::new("losetup").args(["-d", &device]).output();
-        }
+        volumes.iter().for_each(|volume| request_detach_named(volume));
         wait_for("the filesystem of the disk is detached", || {
             let _ = Command::new("umount").arg(&own).output();
             mounts().iter().all(|mount| mount.target != own)

@@ -67,11 +67,22 @@ pub fn loops_named(name: &str) -> Vec<String> {
     let devices = String::from_utf8_lossy(&listed);
     let of_file = |line: &str| {
         let (device, file) = line.split_once(char::is_whitespace)?;
-        let file = file.trim().trim_end_matches(" (deleted)");
-        (file.rsplit_once('/')?.1 == name).then(|| device.to_owned())
+        names(file.trim(), name).then(|| device.to_owned())
     };
     // An invalid id can be empty.
     if name.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
+}
+
+/// Whether this is the path of a backing file, deleted or not, with this name.
+fn names(file: &str, name: &str) -> bool {
+    file.trim_end_matches(" (deleted)").rsplit_once('/').is_some_and(|(_, last)| last == name)
+}
+
+/// The path of a device's backing file.
+fn file_of(device: &str) -> Option<String> {
+    let number = device.trim_start_matches("/dev/");
+    let file = fs::read_to_string(format!("/sys/block/{number}/loop/backing_file")).ok()?;
+    Some(file.trim_end_matches('\n').to_owned())
 }
 
 /// Detaches an unused loop device as an administrator does. Waits until it has let its file go:
@@ -79,12 +90,32 @@ pub fn loops_named(name: &str) -> Vec<String> {
 /// puts the detach off.
 #[track_caller]
 pub fn detach_loop(device: &str) {
-    let number = device.trim_start_matches("/dev/");
-    let file = || fs::read_to_string(format!("/sys/block/{number}/loop/backing_file")).ok();
-    let attached = file();
+    let attached = file_of(device);
     run("losetup", &["-d", device]);
     // Another test can have attached it since.
-    wait_for("the device is detached", || file().is_none_or(|file| Some(file) != attached));
+    wait_for("the device is detached", || {
+        file_of(device).is_none_or(|file| Some(file) != attached)
+    });
+}
+
+/// Detaches the unused loop devices whose backing file has this name, and waits until they have let
+/// it go.
+#[track_caller]
+pub fn detach_loops_named(name: &str) {
+    request_detach_named(name);
+    wait_for("the devices are detached", || loops_named(name).is_empty());
+}
+
+/// Requests a detach of the loop devices whose backing file has this name. A device that has let
+/// the file go since it was listed is not touched: a test in parallel can have it.
+pub fn request_detach_named(name: &str) {
+    for device in loops_named(name) {
+        // An open device cannot get another file.
+        let Ok(_open) = File::open(&device) else { continue };
+        if file_of(&device).as_deref().is_some_and(|file| names(file, name)) {
+            let _ = Command::new("losetup").args(["-d", &device]).output();
+        }
+    }
 }
 
 /// Polls for mounts that must not exist until it is dropped.

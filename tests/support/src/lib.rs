@@ -24,6 +24,7 @@ pub mod random;
 pub mod requests;
 pub mod runtime;
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -69,6 +70,13 @@ pub fn tool(function: &str) -> Result<PathBuf, String> {
         true => Ok(last(&output.stdout).into()),
         false => Err(last(&output.stderr)),
     }
+}
+
+/// The message of a caught panic.
+pub fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref().cloned())
+        .unwrap_or_else(|| "a panic without text".to_owned())
 }
 
 /// All files below a directory, in order.
@@ -466,9 +474,9 @@ impl Drop for Pool {
                 let _ = backend.unstage(&volume_id, &staging);
             }
             // If the backend could not detach it.
-            for device in kernel::loops_named(&volume_id) {
+            if !kernel::loops_named(&volume_id).is_empty() {
                 [&target, &staging].into_iter().for_each(|place| kernel::unmount(place));
-                let _ = Command::new("losetup").args(["-d", &device]).output();
+                kernel::request_detach_named(&volume_id);
             }
         }
         self.backend = None;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tonic::Code;
 
-use super::{Driver, InUse, loops_named, mounts, unpublishing, unstaging};
+use super::{Driver, InUse, loops_named, mounts, request_detach_named, unpublishing, unstaging};
 use crate::ImageFs;
 
 /// Time limit for a release through the driver, before it is forced.
@@ -70,7 +70,7 @@ impl Driver {
         for InUse::Staged(id, _) | InUse::Published(id, _) in in_use {
             for device in loops_named(id) {
                 eprintln!("cleaning up: {id} was still attached to {device}");
-                let _ = Command::new("losetup").arg("-d").arg(device).status();
+                request_detach_named(id);
             }
         }
     }

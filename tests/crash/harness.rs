@@ -384,7 +384,7 @@ impl<'a> Play<'a> {
             self.scene.driver.start_again();
         }
         let repeated = self.scenario.call(&mut self.scene);
-        repeated.unwrap_or_else(|status| panic!("repeated after the death: {status:?}"));
+        repeated.unwrap_or_else(|status| panic!("repeated after the death: {}", short(&status)));
         self.check_recovered();
     }
 
@@ -410,7 +410,8 @@ impl<'a> Play<'a> {
             );
         }
         let repeated = self.scenario.call(&mut self.scene);
-        repeated.unwrap_or_else(|status| panic!("repeated after {answer:?}: {status:?}"));
+        let first = answer.map_err(|status| short(&status));
+        repeated.unwrap_or_else(|status| panic!("{}, after {first:?}", short(&status)));
         self.check_recovered();
     }
 
@@ -451,6 +452,10 @@ impl<'a> Play<'a> {
         self.scenario.finish(&self.scene);
         self.scene.end();
     }
+}
+
+fn short(status: &Status) -> String {
+    format!("{:?}: {}", status.code(), status.message())
 }
 
 /// Checks that a call meets the same fail points each time: `met` is the beginning of `expected`.

@@ -175,7 +175,10 @@ fn for_each_scenario(
                     rounds.fetch_add(count, Ordering::Relaxed);
                     println!("{kind}: {}: {count} rounds in {:.1?}", entry.name, started.elapsed());
                 }
-                Err(_) => failures.lock().unwrap().push(format!("{kind}: {}", entry.name)),
+                Err(panic) => {
+                    let why = support::panic_text(&*panic);
+                    failures.lock().unwrap().push(format!("{kind}: {}: {why}", entry.name));
+                }
             }
         }
     };

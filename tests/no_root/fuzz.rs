@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use csi_loopback_fuzz_targets::{TARGETS, each_target};
 use support::random::Random;
-use support::setting;
+use support::{panic_text, setting};
 
 use crate::tree::root;
 
@@ -140,16 +140,10 @@ impl Runner {
         self.inputs.send(input.to_vec()).unwrap();
         match self.results.recv_timeout(LIMIT) {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(panic)) => Err(message(&*panic)),
+            Ok(Err(panic)) => Err(panic_text(&*panic)),
             Err(_) => Err(format!("the input took longer than {LIMIT:?}")),
         }
     }
-}
-
-fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-    text.unwrap_or_else(|| "the target panicked".to_owned())
 }
 
 /// A seed with up to six mutations. The same random numbers give the same input.

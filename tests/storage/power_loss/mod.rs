@@ -208,11 +208,7 @@ fn verify_one(disk: &Disk, capture: &Capture, records: &Records) -> Result<Count
         }
         counts
     }));
-    looked.map_err(|panic| {
-        let text = panic.downcast_ref::<String>().cloned();
-        text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
-            .unwrap_or_default()
-    })
+    looked.map_err(|panic| panic_text(&*panic))
 }
 
 /// Starts the driver on a copy and checks that it serves the acknowledged objects.

@@ -37,7 +37,7 @@ impl Identity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct AttachmentId {
     pub(super) backing: Identity,
-    /// The random name from [`configure`].
+    /// The random name from [`super::configure`].
     name: Vec<u8>,
 }
 

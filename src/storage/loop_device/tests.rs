@@ -31,11 +31,9 @@ fn reassigned(first: &File, second: &File) -> LoopDevice {
 }
 
 #[test]
-fn a_device_that_has_another_file_is_neither_detached_nor_used() {
+fn root_a_device_with_another_file_is_not_detached_or_used() {
     if !nix::unistd::geteuid().is_root() {
-        println!(
-            "SKIPPED: a_device_that_has_another_file_is_neither_detached_nor_used: needs root"
-        );
+        println!("SKIPPED: root_a_device_with_another_file_is_not_detached_or_used: needs root");
         return;
     }
     let directory = TempDir::with_prefix("csi-loopback-").unwrap();

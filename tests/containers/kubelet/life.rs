@@ -97,9 +97,7 @@ fn persistent_and_inline_volumes_work_in_one_pod() {
     rig.delete(&second);
     rig.wait_until_cleaned_up(&second, &["scratch"]);
     assert!(rig.calls(&["NodeStageVolume", &id]) > 0, "a persistent volume is staged");
-    rig.cluster.wait_for("the persistent volume's unstaging", || {
-        (rig.calls(&["NodeUnstageVolume", &id]) > 0).then_some(())
-    });
+    rig.wait_until_detached(&id);
 }
 
 #[test]

@@ -21,7 +21,7 @@ use tonic::Code;
 use super::access::shipped;
 use super::programs::{Process, stdout_of};
 use super::{Cluster, NoCluster, await_ready};
-use crate::driver::{Driver, binary, map, mounts, stats, wait_for};
+use crate::driver::{Driver, binary, loops_named, map, mounts, stats, wait_for};
 use crate::inline::{self, is_mounted};
 use crate::process::text_of;
 use crate::{REPOSITORY, path};
@@ -343,6 +343,34 @@ impl<'a> NodeRig<'a> {
         }
     }
 
+    pub fn wait_until_detached(&self, volume_id: &str) {
+        wait_for("detachment of the volume", || loops_named(volume_id).is_empty());
+    }
+
+    /// Mounts of volumes, each after the one that it is on, and directories of pods.
+    fn remains(&self) -> Vec<PathBuf> {
+        // Not all volumes of pods are mounted.
+        let pods = fs::read_dir(self.node.root().join("pods")).into_iter().flatten().flatten();
+        self.volume_mounts().into_iter().chain(pods.map(|pod| pod.path())).collect()
+    }
+
+    fn volume_mounts(&self) -> Vec<PathBuf> {
+        let root = self.node.root();
+        let targets = mounts().into_iter().map(|mount| mount.target);
+        targets.filter(|target| *target != root && target.starts_with(&root)).collect()
+    }
+
+    /// Removes what kubelet has left.
+    fn remove_remains(&self) {
+        for target in self.volume_mounts().iter().rev() {
+            let _ = Command::new("umount").arg("--lazy").arg(target).status();
+        }
+        // A directory may only be removed without a mount below it: it could be one of the host.
+        if self.volume_mounts().is_empty() {
+            self.remains().iter().for_each(|pod| drop(fs::remove_dir_all(pod)));
+        }
+    }
+
     /// The number of lines of the driver's log with all of these words.
     pub fn calls(&self, words: &[&str]) -> usize {
         let log = self.driver.log();
@@ -382,30 +410,26 @@ pub fn handle(pod: &CreatedPod, volume: &str) -> String {
 }
 
 impl Drop for NodeRig<'_> {
-    /// After a failed test, kubelet must remove pods and their volumes before the driver stops.
+    /// The driver stops after kubelet has removed the pods and their volumes. Tests of a cluster run
+    /// one at a time, so what remains belongs to this test: it fails, and the next one does not.
     fn drop(&mut self) {
         let _ = fs::remove_file(self.node.directory.join("stop"));
         let now = DeleteParams::default().grace_period(0);
         let _ = self.cluster.block_on(self.pods().delete_collection(&now, &Default::default()));
-        if !std::thread::panicking() {
-            return;
-        }
-        if !self.driver.is_running() {
+        if !self.remains().is_empty() && !self.driver.is_running() {
             let _ = self.driver.try_start();
         }
-        // Tests of a cluster run one at a time, so all mounts belong to this test.
-        let root = self.node.root();
-        let has_entries = |directory: PathBuf| {
-            fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some())
-        };
-        // Not all volumes of pods are mounted.
-        let at_work = || {
-            mounts().iter().any(|mount| mount.target != root && mount.target.starts_with(&root))
-                || has_entries(root.join("pods"))
-        };
         let until = Instant::now() + CLEAN_UP;
-        while at_work() && Instant::now() < until {
+        while !self.remains().is_empty() && Instant::now() < until {
             thread::sleep(Duration::from_millis(50));
         }
+        let left = self.remains();
+        if left.is_empty() {
+            return;
+        }
+        self.remove_remains();
+        let message = format!("kubelet did not remove {left:?} in {CLEAN_UP:?}");
+        assert!(thread::panicking(), "{message}");
+        eprintln!("{message}");
     }
 }

@@ -20,7 +20,7 @@ use super::access::shipped;
 use super::admission::{Webhooks, With, set_policy};
 use super::kubelet::{CreatedPod, NodeRig};
 use super::programs::Process;
-use crate::driver::{Driver, Watch, binary, create, loops_named, mounted_as, wait_for};
+use crate::driver::{Driver, Watch, binary, create, mounted_as, wait_for};
 use crate::path;
 
 /// The shipped StorageClass.
@@ -219,10 +219,6 @@ impl<'a> Rig<'a> {
     pub fn handed_over(&self) -> usize {
         let entries = fs::read_dir(self.node.node.crust()).unwrap().flatten();
         entries.filter(|entry| entry.file_name().len() == 64).count()
-    }
-
-    pub fn wait_until_detached(&self, volume_id: &str) {
-        wait_for("detachment of the volume", || loops_named(volume_id).is_empty());
     }
 }
 

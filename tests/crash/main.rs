@@ -72,6 +72,7 @@ const ENTRIES: &[Entry] = entries! {
     "stage new" => OnNode::new(Call::StageNew),
     "pressure" [snapshots::Pressure::FLAGS] => snapshots::Pressure::default(),
     "grow the pool" [pool::Grow::FLAGS] => pool::Grow::default(),
+    "stage damaged" => OnNode::new(Call::StageDamaged),
     "snapshot mounted" => snapshots::TakeMounted::default(),
     "snapshot raw" => snapshots::TakeRaw::default(),
     "clone mounted" => volumes::CloneMounted::default(),

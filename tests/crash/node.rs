@@ -21,6 +21,8 @@ pub enum Call {
     StageNew,
     /// Stage of a volume made from a snapshot and larger than that: its filesystem grows.
     StageLarger(&'static str),
+    /// Stage of an ext4 in which the kernel has found errors.
+    StageDamaged,
     StageRaw,
     /// Stage of a device with the autoclear flag that is still in use.
     StageBusy,
@@ -61,7 +63,7 @@ impl OnNode {
             PublishToGroup => in_group(&self.group().to_string()),
             Expand => mounted("xfs"),
             StageLarger(fs_type) => mounted(fs_type),
-            StageNew | PublishReadOnly | Unpublish | Unstage => mounted(""),
+            StageNew | StageDamaged | PublishReadOnly | Unpublish | Unstage => mounted(""),
         }
     }
 
@@ -140,6 +142,11 @@ impl OnNode {
     fn device(&self) -> String {
         loops_named(&self.id).remove(0)
     }
+
+    /// A file with which the kernel describes the ext4 on the device.
+    fn ext4(&self, file: &str) -> PathBuf {
+        PathBuf::from(self.device().replace("/dev", "/sys/fs/ext4")).join(file)
+    }
 }
 
 impl Scenario for OnNode {
@@ -155,6 +162,12 @@ impl Scenario for OnNode {
         }
         match self.call {
             StageNew | StageLarger(_) | StageRaw => {}
+            StageDamaged => {
+                let staging = on.driver.stage(&self.id, &self.wanted());
+                fs::write(staging.join("before"), "x").unwrap();
+                fs::write(self.ext4("trigger_fs_error"), "of the test").unwrap();
+                on.driver.unstage(&self.id);
+            }
             StageBusy => {
                 on.driver.stage(&self.id, &block());
                 let device = self.device();
@@ -192,7 +205,7 @@ impl Scenario for OnNode {
         use Call::*;
         let (staging, target) = (on.driver.staging(&self.id), self.target(on));
         match self.call {
-            StageNew | StageLarger(_) | StageRaw | StageBusy => {
+            StageNew | StageLarger(_) | StageDamaged | StageRaw | StageBusy => {
                 on.driver.call(on.driver.staging_of(&self.id, &self.wanted())).map(drop)
             }
             PublishToGroup | PublishReadOnly | PublishRawReadOnly => {
@@ -233,6 +246,10 @@ impl Scenario for OnNode {
                     on.driver.stage(&self.id, &self.wanted());
                 }
                 assert!(self.bytes(on) > least, "{}", self.bytes(on));
+            }
+            StageDamaged => {
+                assert_eq!(fs::read(staging.join("before")).unwrap(), b"x");
+                assert_eq!(fs::read_to_string(self.ext4("errors_count")).unwrap(), "0\n");
             }
             StageRaw => assert!(!self.is_read_only(self.device().as_ref())),
             // Its user ends, and the device remains.

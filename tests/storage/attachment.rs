@@ -4,10 +4,11 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use csi_loopback::backend::{
-    Access, Capability, Error, FsType, PoolKind, Publication, Volume, VolumeRequest,
+    Access, AccessMode, Capability, Error, FsType, PoolKind, Publication, Volume, VolumeRequest,
 };
 use support::*;
 
@@ -42,7 +43,7 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        let _ = std::process::Command::new("umount").arg(&self.0).status();
+        let _ = Command::new("umount").arg(&self.0).status();
     }
 }
 
@@ -142,6 +143,82 @@ fn a_stage_waits_for_the_tool_of_a_killed_driver() {
         kernel::detach_loops_named(&volume.id);
         staged.unwrap();
         unstaged.unwrap();
+    });
+}
+
+/// Runs the test with an ext4 that has a file, and its backing file.
+fn with_unstaged_ext4(run: impl FnOnce(&mut Pool, &Volume, &Path)) {
+    with_pool(PoolKind::Copy, |pool| {
+        let volume = filesystem(pool);
+        let staging = pool.scratch().join("stage");
+        pool.backend().stage(&volume.id, &staging, &mounted(FsType::Ext4)).unwrap();
+        fs::write(staging.join("file"), "kept").unwrap();
+        pool.backend().unstage(&volume.id, &staging).unwrap();
+        let backing = pool.data_dir().join("volumes").join(&volume.id);
+        run(pool, &volume, &backing);
+    });
+}
+
+fn change_ext4(backing: &Path, requests: &[&str]) {
+    requests.iter().for_each(|request| run("debugfs", &["-w", "-R", request, path(backing)]));
+}
+
+/// Whether a check of the whole ext4 finds nothing.
+fn is_clean(backing: &Path) -> bool {
+    Command::new("e2fsck").args(["-fn", path(backing)]).output().unwrap().status.success()
+}
+
+/// As kubelet's mount utility does for other drivers. The kernel would mount the filesystem.
+#[test]
+fn an_ext4_with_recorded_errors_is_repaired_before_its_mount() {
+    with_unstaged_ext4(|pool, volume, backing| {
+        let staging = pool.scratch().join("stage");
+        let stage = |capability| pool.backend().stage(&volume.id, &staging, capability).unwrap();
+        let unstage = || pool.backend().unstage(&volume.id, &staging).unwrap();
+        let wanted = mounted(FsType::Ext4);
+        let reading = Capability { mode: AccessMode::SingleNodeReaderOnly, ..wanted.clone() };
+        change_ext4(backing, &["set_inode_field /file links_count 3"]);
+        stage(&wanted);
+        unstage();
+        assert!(!is_clean(backing), "without recorded errors, nothing is checked");
+
+        change_ext4(backing, &["set_super_value state 2"]);
+        stage(&reading);
+        unstage();
+        assert!(!is_clean(backing), "a read-only stage changes nothing");
+
+        stage(&wanted);
+        stage(&wanted);
+        assert_eq!(fs::read_to_string(staging.join("file")).unwrap(), "kept");
+        unstage();
+        assert!(is_clean(backing));
+    });
+}
+
+#[test]
+fn an_ext4_that_e2fsck_leaves_to_a_person_is_not_mounted() {
+    with_unstaged_ext4(|pool, volume, backing| {
+        let staging = pool.scratch().join("stage");
+        let backend = pool.backend().clone();
+        let stage = || backend.stage(&volume.id, &staging, &mounted(FsType::Ext4));
+        // The root directory.
+        change_ext4(backing, &["clri <2>", "set_super_value state 2"]);
+        for _ in 0..2 {
+            let message = stage().unwrap_err().to_string();
+            assert!(message.contains("staged as a raw block volume"), "{message}");
+            assert!(kernel::mounts_at(&staging).is_empty());
+            assert!(kernel::loops_named(&volume.id).is_empty());
+        }
+        let raw = pool.attach(&volume.id);
+        let repair = Command::new("e2fsck").args(["-y", path(&raw.target)]).output().unwrap();
+        assert_eq!(repair.status.code(), Some(1), "{repair:?}");
+        pool.detach(&raw);
+        stage().unwrap();
+        let found = fs::read_dir(staging.join("lost+found")).unwrap();
+        let files = found.map(|entry| entry.unwrap().path()).filter(|entry| entry.is_file());
+        let texts: Vec<_> = files.map(|file| fs::read_to_string(file).unwrap()).collect();
+        assert_eq!(texts, ["kept"]);
+        backend.unstage(&volume.id, &staging).unwrap();
     });
 }
 

@@ -90,9 +90,13 @@ fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Resul
     };
     let fs_type = format::ensure(store, &mut volume, &backing, &device, *fs_type)?;
     sector::check(&volume, fs_type, &device.open(false)?)?;
-    // The growth of a deferred volume is left to NodeExpandVolume.
+    // A container runtime may have mounted a deferred volume; its growth is left to
+    // NodeExpandVolume.
     if !attachment.capability.is_read_only() && attachment.deferred_at().is_none() {
         drop(backing);
+        if filesystem::mounts_of(&device)?.is_empty() {
+            filesystem::repair_recorded_errors(fs_type, device.path())?;
+        }
         device = growth::at_stage(store, &mut volume, device)?;
     }
     match attachment.mounted {

@@ -110,9 +110,9 @@ pub fn grow_unmounted(device: &Path, bytes: u64) -> Result<()> {
     check("-n", &[0])
 }
 
-/// The fields of an ext4 superblock that limit its growth.
+/// The fields of an ext4 superblock that limit its growth, and whether it needs a repair first.
 #[derive(Debug)]
-struct Ext4Layout {
+pub(super) struct Ext4Layout {
     block_bytes: u64,
     blocks: u64,
     first_block: u64,
@@ -120,12 +120,15 @@ struct Ext4Layout {
     inode_table_blocks: u64,
     descriptor_bytes: u64,
     reserved_descriptor_blocks: u64,
+    /// The kernel has found errors since the last check.
+    pub(super) has_errors: bool,
 }
 
 impl Ext4Layout {
     /// Reads the superblock of a mounted or unmounted ext4 (Documentation/filesystems/ext4).
-    fn read(device: &File) -> Result<Self> {
+    pub(super) fn read(device: &File) -> Result<Self> {
         const HAS_64_BIT: u32 = 0x80;
+        const HAS_ERRORS: u64 = 0x2;
         let mut bytes = [0; 1024];
         device.read_exact_at(&mut bytes, 1024).context(|| "reading a superblock".to_owned())?;
         let short = |at: usize| u64::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
@@ -144,6 +147,7 @@ impl Ext4Layout {
             inode_table_blocks: (word(0x28) * inode_bytes).div_ceil(block_bytes),
             descriptor_bytes: if is_64_bit { short(0xfe).max(32) } else { 32 },
             reserved_descriptor_blocks: short(0xce),
+            has_errors: short(0x3a) & HAS_ERRORS != 0,
         })
     }
 
@@ -249,6 +253,7 @@ mod tests {
             inode_table_blocks: 256,
             descriptor_bytes: 64,
             reserved_descriptor_blocks: 1,
+            has_errors: false,
         }
     }
 

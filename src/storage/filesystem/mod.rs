@@ -1,5 +1,5 @@
-//! Filesystems on volumes: creating, detecting, mounting, growing and measuring them, and freezing
-//! them for a consistent snapshot. This module knows no volumes and no catalog.
+//! Filesystems on volumes: creating, detecting, repairing, mounting, growing and measuring them, and
+//! freezing them for a consistent snapshot. This module knows no volumes and no catalog.
 
 mod detached;
 mod freeze;
@@ -8,6 +8,7 @@ mod guard;
 mod make;
 mod mounts;
 mod ownership;
+mod repair;
 
 use std::ffi::CString;
 use std::fs::File;
@@ -41,6 +42,7 @@ pub use mounts::{
     open_mounted, parse_mounts,
 };
 pub use ownership::{give_all_to_group, give_to_group};
+pub use repair::repair_recorded_errors;
 
 /// How long to wait for a tool that a killed process started.
 const TOOL_TIMEOUT: Duration = Duration::from_secs(10);

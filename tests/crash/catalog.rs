@@ -3,7 +3,7 @@
 
 use csi_loopback::backend::{Error, PoolKind, check};
 use support::driver::{all_snapshots, block};
-use support::kernel::{damage_below_page_cache, drop_page_cache};
+use support::kernel::{damage_below_page_cache, drop_page_cache, keep_page_cache};
 use support::{MIB, have_root};
 
 use super::harness::{Fault, STEPS, Scene};
@@ -20,6 +20,7 @@ pub fn rewrite(die_at: Option<&str>) -> Vec<String> {
     assert!(scene.driver.stop().success());
     let disk = scene.driver.scratch().join("xfs.img");
     let data_dir = scene.driver.data_dir();
+    let intact = keep_page_cache();
     damage_below_page_cache(&data_dir.join("catalog.redb"), &disk);
     assert!(matches!(check::check(&data_dir), Err(Error::Damaged(_))));
     match die_at {
@@ -33,6 +34,7 @@ pub fn rewrite(die_at: Option<&str>) -> Vec<String> {
         scene.wait_for_death();
         scene.driver.start_again();
     }
+    drop(intact);
     let is_listed = |scene: &Scene| {
         let listed = all_snapshots(&scene.driver);
         assert!(listed.iter().any(|one| one.snapshot_id == snapshot), "{die_at:?}: {listed:?}");

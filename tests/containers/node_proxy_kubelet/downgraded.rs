@@ -66,6 +66,7 @@ fn after_a_downgrade_stats_and_expansion_fail_until_the_upgrade() {
     let again = rig.run_opted("second");
     assert_eq!(rig.exec(&again, "cat /data/after"), "after\n");
     rig.delete_and_wait(&again, &[]);
+    rig.wait_until_detached(&id);
     watch.assert_no_mounts();
 }
 

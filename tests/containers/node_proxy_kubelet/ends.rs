@@ -73,6 +73,7 @@ fn a_pod_deleted_while_kubelet_and_proxy_are_down_is_cleaned_up() {
     let again = rig.run_opted("comes");
     assert_eq!(rig.exec(&again, "cat /data/kept"), "kept\n");
     rig.delete_and_wait(&again, &[]);
+    rig.wait_until_detached(&id);
     watch.assert_no_mounts();
 }
 

@@ -111,9 +111,13 @@ fn containerd_runs_containers_with_private_volumes() {
         let watch = node.watch(&device, &[containerd.child.id()]);
         let output = containerd.run("one", target.as_path(), "echo one >/v/file; sleep 1000");
         assert!(output.status.success(), "{output:?}");
-        wait_for("stats", || node.crust(&["stats", path(target.as_path())]).is_ok());
-        let read = containerd.ctr(&["task", "exec", "--exec-id", "e", "one", "cat", "/v/file"]);
-        assert_eq!(String::from_utf8_lossy(&read.stdout), "one\n", "{read:?}");
+        let mut attempts = (0..).map(|number| format!("exec-{number}"));
+        wait_for("the file of the container", || {
+            let exec = ["task", "exec", "--exec-id", &attempts.next().unwrap()];
+            let read = containerd.ctr(&[&exec[..], &["one", "cat", "/v/file"]].concat());
+            read.stdout == b"one\n"
+        });
+        node.crust(&["stats", path(target.as_path())]).unwrap();
         // To containerd, another container is another pod; its client receives the error.
         let refused = containerd.run("two", target.as_path(), "sleep 1000");
         let message = String::from_utf8(refused.stderr).unwrap();

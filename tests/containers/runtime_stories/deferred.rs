@@ -63,4 +63,5 @@ fn a_volume_without_a_capable_runtime_is_abnormal() {
     let answer = rig.driver.ok(stats(&id, path(&target)));
     assert!(!answer.volume_condition.unwrap().abnormal && !answer.usage.is_empty());
     rig.delete_and_wait(&pod, &[]);
+    rig.wait_until_detached(&id);
 }

@@ -1,6 +1,7 @@
 //! The state of mounts and loop devices in the kernel, and ways to change it.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -71,6 +72,23 @@ pub fn loops_named(name: &str) -> Vec<String> {
     };
     // An invalid id can be empty.
     if name.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
+}
+
+/// The attached files on the filesystem of a loop device whose own file is in this directory: the
+/// volumes of an image pool, which is mounted only in the driver's namespace.
+pub fn attached_of_pool(directory: &Path) -> Vec<PathBuf> {
+    let columns = "MAJ:MIN,BACK-MAJ:MIN,BACK-FILE";
+    let listed = Command::new("losetup").args(["-a", "-n", "-O", columns]).output();
+    let listed = listed.map(|output| output.stdout).unwrap_or_default();
+    let text = String::from_utf8_lossy(&listed);
+    let devices: Vec<[&str; 3]> = text
+        .lines()
+        .filter_map(|line| line.split_whitespace().collect::<Vec<_>>().get(..3)?.try_into().ok())
+        .collect();
+    let pools = devices.iter().filter(|[.., file]| Path::new(file).starts_with(directory));
+    let numbers: Vec<&str> = pools.map(|[number, ..]| *number).collect();
+    let volumes = devices.iter().filter(|[_, within, _]| numbers.contains(within));
+    volumes.map(|[.., file]| PathBuf::from(file)).collect()
 }
 
 /// Whether this is the path of a backing file, deleted or not, with this name.
@@ -209,10 +227,25 @@ pub fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Drops the page cache, so that later reads come from the disk, as after a reboot.
+/// Drops the page cache of the machine, so that later reads come from the disk, as after a reboot.
+/// Waits while a test needs it ([`keep_page_cache`]).
 pub fn drop_page_cache() {
     nix::unistd::sync();
-    fs::write("/proc/sys/vm/drop_caches", "1").unwrap();
+    let mut drop_caches = open_drop_caches();
+    drop_caches.lock().unwrap();
+    drop_caches.write_all(b"1").unwrap();
+}
+
+/// No test drops the page cache until the result is dropped.
+pub fn keep_page_cache() -> File {
+    let drop_caches = open_drop_caches();
+    drop_caches.lock_shared().unwrap();
+    drop_caches
+}
+
+/// All processes of the machine can lock it.
+fn open_drop_caches() -> File {
+    File::options().write(true).open("/proc/sys/vm/drop_caches").unwrap()
 }
 
 /// Overwrites part of a file in the disk image but not in the page cache, like a write that failed.

@@ -21,7 +21,10 @@ use tonic::Code;
 use super::access::shipped;
 use super::programs::{Process, stdout_of};
 use super::{Cluster, NoCluster, await_ready};
-use crate::driver::{Driver, binary, loops_named, map, mounts, stats, wait_for};
+use crate::driver::{
+    Driver, attached_of_pool, binary, loops_named, map, mounts, request_detach_named, stats,
+    wait_for,
+};
 use crate::inline::{self, is_mounted};
 use crate::process::text_of;
 use crate::{REPOSITORY, path};
@@ -347,13 +350,22 @@ impl<'a> NodeRig<'a> {
         wait_for("detachment of the volume", || loops_named(volume_id).is_empty());
     }
 
-    /// Mounts of volumes, each after the one that it is on, and directories of pods.
+    /// Mounts of volumes, directories of pods and files of volumes. A deferred volume has no mount
+    /// on this host.
     fn remains(&self) -> Vec<PathBuf> {
-        // Not all volumes of pods are mounted.
-        let pods = fs::read_dir(self.node.root().join("pods")).into_iter().flatten().flatten();
-        self.volume_mounts().into_iter().chain(pods.map(|pod| pod.path())).collect()
+        [self.volume_mounts(), self.pod_directories(), self.attached()].concat()
     }
 
+    fn attached(&self) -> Vec<PathBuf> {
+        attached_of_pool(&self.driver.data_dir())
+    }
+
+    fn pod_directories(&self) -> Vec<PathBuf> {
+        let pods = fs::read_dir(self.node.root().join("pods")).into_iter().flatten().flatten();
+        pods.map(|pod| pod.path()).collect()
+    }
+
+    /// Each after the one that it is on.
     fn volume_mounts(&self) -> Vec<PathBuf> {
         let root = self.node.root();
         let targets = mounts().into_iter().map(|mount| mount.target);
@@ -365,9 +377,12 @@ impl<'a> NodeRig<'a> {
         for target in self.volume_mounts().iter().rev() {
             let _ = Command::new("umount").arg("--lazy").arg(target).status();
         }
+        for file in self.attached() {
+            request_detach_named(file.file_name().unwrap().to_str().unwrap());
+        }
         // A directory may only be removed without a mount below it: it could be one of the host.
         if self.volume_mounts().is_empty() {
-            self.remains().iter().for_each(|pod| drop(fs::remove_dir_all(pod)));
+            self.pod_directories().iter().for_each(|pod| drop(fs::remove_dir_all(pod)));
         }
     }
 

@@ -17,7 +17,10 @@ fn kubectl_create_reports_errors_by_field() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     let file = rig.delta(&refused_by_the_server());
-    let error = rig.kubectl_rejected(&["create", "-f", path(&file), "-o", "json"]);
+    let error = cluster.wait_for("discovery of the kind", || {
+        let error = rig.kubectl_rejected(&["create", "-f", path(&file), "-o", "json"]);
+        (!error.contains("no matches for kind")).then_some(error)
+    });
     assert!(error.contains("spec.mode: must be \"block\""), "{error}");
     assert!(error.contains("The VolumeSnapshotDelta \"delta\" is invalid"), "{error}");
     // The API server's own user appears in the error.

@@ -27,7 +27,14 @@ fn the_progress_of_a_mover_is_shown_on_a_terminal() {
     stage.bind(&pod);
     stage.set(&pod, "Running", &[("mover", running())]);
     // The line appears after two seconds, and the log is read every two.
-    sleep(Duration::from_secs(6));
+    cluster.wait_for("three reads of the log", || {
+        let reads = cluster.count_requests(|request| {
+            let object = &request["objectRef"];
+            object["subresource"] == "log" && object["name"] == pod.as_str()
+        });
+        (reads >= 3).then_some(())
+    });
+    sleep(Duration::from_secs(1));
     stage.movers.set_log(&pod, &format!("{report}{{}}\n"));
     stage.set(&pod, "Succeeded", &[("mover", ended(0))]);
     let shown = stdout_of(run.wait());

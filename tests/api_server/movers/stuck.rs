@@ -11,7 +11,7 @@ use super::rig::{Stage, container, ended, running};
 
 const LIST: [&str; 2] = ["backup", "list"];
 /// With a short time limit.
-const SOON: [&str; 4] = ["backup", "list", "--timeout", "3s"];
+const SOON: [&str; 4] = ["backup", "list", "--timeout", "8s"];
 
 impl Stage<'_> {
     /// Records a warning about an object, as controllers do.
@@ -93,7 +93,7 @@ fn a_mover_that_does_not_start_ends_with_the_reason() {
     }
     // The claim of the snapshot is not provisioned.
     stage.snapshot("nightly");
-    let run = stage.start(&["backup", "create", "nightly", "--timeout", "3s"]);
+    let run = stage.start(&["backup", "create", "nightly", "--timeout", "8s"]);
     let pod = stage.movers.pod(&stage.job(&[]), 0, "");
     let claim = format!("{pod}-data");
     stage.warn("PersistentVolumeClaim", &claim, "ProvisioningFailed", "no room");
@@ -106,7 +106,7 @@ fn a_pod_that_is_not_admitted_ends_with_the_refusal() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster);
     stage.enforce("restricted");
-    let run = stage.start(&["backup", "list", "--timeout", "4s"]);
+    let run = stage.start(&["backup", "list", "--timeout", "8s"]);
     let job = stage.job(&[]);
     let name = job.metadata.name.clone().unwrap();
     let pod = stage.movers.pod_of(&job, &format!("{name}-0"));

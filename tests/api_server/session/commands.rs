@@ -90,7 +90,7 @@ fn an_interrupted_command_deletes_its_request() {
     let content = rig.unready(&rig.driver, "monday");
     let account = backup(&rig, &["watch"]);
     let words =
-        failure(&rig, start(&rig, &account, &["--timeout", "4s"]).wait_with_output().unwrap());
+        failure(&rig, start(&rig, &account, &["--timeout", "8s"]).wait_with_output().unwrap());
     assert!(words.contains("--timeout") && words.contains("is Pending: "), "{words}");
 
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
@@ -121,7 +121,7 @@ fn a_command_does_not_delete_a_given_session() {
     rig.snapshot("monday");
     let secret = rig.session("given", &["monday"]);
     let account = backup(&rig, &[]);
-    let flags = ["--session", "given", "--address", "localhost:1", "--timeout", "2s"];
+    let flags = ["--session", "given", "--address", "localhost:1", "--timeout", "8s"];
     let words = failure(&rig, start(&rig, &account, &flags).wait_with_output().unwrap());
     assert!(words.contains("cannot connect to localhost:1") && !words.contains(&secret), "{words}");
     assert_eq!(token(&rig.get("given").unwrap()), secret);

@@ -14,12 +14,12 @@ fn an_expired_request_is_deleted_with_its_data() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
-    rig.ask("short", json!({ "snapshots": ["monday"], "lifetimeSeconds": 3 }));
+    rig.ask("short", json!({ "snapshots": ["monday"], "lifetimeSeconds": 8 }));
     let short = token(&rig.wait_for("short", SessionState::Ready));
-    rig.ask("failed", json!({ "snapshots": ["nothing"], "lifetimeSeconds": 3 }));
+    rig.ask("failed", json!({ "snapshots": ["nothing"], "lifetimeSeconds": 8 }));
     rig.fails("failed", "SnapshotMissing");
     rig.unready(&rig.driver, "never");
-    rig.ask("pending", json!({ "snapshots": ["never"], "lifetimeSeconds": 3 }));
+    rig.ask("pending", json!({ "snapshots": ["never"], "lifetimeSeconds": 8 }));
     let long = rig.session("long", &["monday"]);
     for name in ["short", "failed", "pending"] {
         rig.wait_until_gone(name);
@@ -96,7 +96,7 @@ fn expired_data_is_deleted_even_if_its_request_stays() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options::default());
     rig.snapshot("monday");
-    rig.ask("held", json!({ "snapshots": ["monday"], "lifetimeSeconds": 4 }));
+    rig.ask("held", json!({ "snapshots": ["monday"], "lifetimeSeconds": 10 }));
     let token = token(&rig.wait_for("held", SessionState::Ready));
     let own = json!({ "metadata": { "finalizers": ["cbt.storage.k8s.io/session-data", "example.com/stays"] } });
     cluster.merge(&rig.requests(), "held", &own);

@@ -5,14 +5,25 @@ use csi_loopback::kubernetes::snapshot::VolumeSnapshotContent;
 use serde_json::json;
 use support::cluster::shared;
 
-use super::rig::{Options, Rig, a_while};
+use super::rig::{Options, Rig, reason_of};
 
-/// A request for these snapshots fails for this reason, with these words in its error.
+/// Requests for these snapshots fail for this reason, with these words in the error, once the
+/// manager's watches have reported what the test has changed.
 #[track_caller]
 fn fails(rig: &Rig<'_>, snapshots: &[&str], reason: &str, words: &[&str]) {
-    let name = rig.cluster.unique("backup");
-    rig.request(&name, snapshots);
-    let error = rig.fails(&name, reason);
+    let error = rig.cluster.wait_for(reason, || {
+        let name = rig.cluster.unique("backup");
+        rig.request(&name, snapshots);
+        let ended = rig.ended(&name);
+        let status = ended.status.as_ref().unwrap();
+        if reason_of(&ended) == reason {
+            assert_eq!((&status.session_token, &status.address), (&None, &None));
+            return status.error.clone();
+        }
+        rig.cluster.delete(&rig.requests(), &name);
+        rig.wait_until_gone(&name);
+        None
+    });
     assert!(words.iter().all(|word| error.contains(word)), "{reason}: {words:?}: {error}");
     assert!(rig.data().is_empty(), "{reason}");
 }
@@ -66,8 +77,6 @@ fn an_unusable_configuration_fails_the_request() {
     rig.configure(&rogue, &rig.driver, "default");
     fails(&rig, &["monday"], "ConfigurationMisnamed", &[&rogue]);
     rig.configure(&rig.driver, &rig.driver, "no-such-namespace");
-    // The manager's watch reports the second one.
-    a_while();
     fails(&rig, &["monday"], "SeveralConfigurations", &[&rogue]);
     cluster.delete(&configurations, &rogue);
     fails(&rig, &["monday"], "NamespaceMissing", &["no-such-namespace"]);

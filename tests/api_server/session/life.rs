@@ -85,12 +85,12 @@ fn a_snapshot_that_is_not_ready_keeps_the_request_pending() {
 fn a_request_fails_after_the_ready_timeout() {
     let Some(cluster) = shared() else { return };
     let rig =
-        Rig::with(cluster, Options { flags: &["--ready-timeout", "3s"], ..Options::default() });
+        Rig::with(cluster, Options { flags: &["--ready-timeout", "8s"], ..Options::default() });
     rig.unready(&rig.driver, "monday");
     rig.request("backup", &["monday"]);
     assert_eq!(reason_of(&rig.wait_for("backup", SessionState::Pending)), "SnapshotNotReady");
     let error = rig.fails("backup", "NotReadyInTime");
-    assert!(error.contains("3s") && error.contains("monday"), "{error}");
+    assert!(error.contains("8s") && error.contains("monday"), "{error}");
 }
 
 #[test]

@@ -177,6 +177,15 @@ impl<'a> Rig<'a> {
         token(&self.wait_for(name, SessionState::Ready))
     }
 
+    /// Waits for a state that is final.
+    #[track_caller]
+    pub fn ended(&self, name: &str) -> SnapshotSessionRequest {
+        self.cluster.wait_for(&format!("the end of {name}"), || {
+            let is_final = |state| matches!(state, SessionState::Ready | SessionState::Failed);
+            self.get(name).filter(|found| found.status.is_some() && is_final(found.state()))
+        })
+    }
+
     /// Waits until the request has failed with this reason; returns its error.
     #[track_caller]
     pub fn fails(&self, name: &str, reason: &str) -> String {

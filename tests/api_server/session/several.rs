@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 
 use super::rig::{Options, Rig, a_while, token};
 
-const SHORT_LEASE: &[&str] = &["--lease-duration", "3s"];
+const SHORT_LEASE: &[&str] = &["--lease-duration", "6s"];
 
 #[test]
 #[ignore = "full tier"]

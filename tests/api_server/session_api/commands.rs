@@ -96,7 +96,7 @@ fn a_session_listing_survives_a_killed_sidecar() {
         whole.rig.metrics().contains("\ncsi_loopback_sidecar_streams_open 1\n")
     });
     // The extents before the stall must arrive.
-    sleep(Duration::from_secs(1));
+    sleep(Duration::from_secs(3));
     let rig = &mut whole.rig;
     rig.sidecar.process.signal(Signal::SIGKILL);
     rig.sidecar.process.stop();

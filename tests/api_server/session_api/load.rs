@@ -1,7 +1,9 @@
 //! The cost of tokens for the API server, and their handling during its outage.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use support::SetOnDrop;
 use support::cluster::shared;
 
 use csi_loopback::proto::snapshotmetadata as released;
@@ -147,20 +149,31 @@ fn without_the_api_server_calls_fail_until_it_returns() {
 #[ignore = "full tier"]
 fn guessed_tokens_do_not_block_valid_ones() {
     let Some(cluster) = shared() else { return };
+    // A call in the queue of the flood takes 10 s.
+    const LONGEST: Duration = Duration::from_secs(8);
     let rate = ["--kube-api-qps", "5", "--kube-api-burst", "5"];
     let rig = Rig::with(cluster, Options { sidecar: &rate, ..Options::default() });
     let first = rig.snapshot("first");
     let token = rig.session(&[&first]);
     rig.ok(allocated(&token, "first"));
     let backup = rig.backup();
+    let quiet = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let flood = scope.spawn(|| at_once(&rig, (0..500).map(|_| random_token()).collect()));
+        let end_of_the_flood = SetOnDrop(&quiet);
+        // Each flood ends by itself after about 10 s.
+        let flood = scope.spawn(|| {
+            let mut codes = Vec::new();
+            while !quiet.load(Ordering::Relaxed) {
+                codes.extend(at_once(&rig, (0..500).map(|_| random_token()).collect()));
+            }
+            codes
+        });
         sleep(Duration::from_millis(500));
         // Meanwhile: a known token, a new token, and a user of the released API.
         for _ in 0..20 {
             let begun = Instant::now();
             rig.ok(allocated(&token, "first"));
-            assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+            assert!(begun.elapsed() < LONGEST, "{:?}", begun.elapsed());
         }
         let new = rig.session(&[&first]);
         sleep(Duration::from_millis(500));
@@ -174,8 +187,8 @@ fn guessed_tokens_do_not_block_valid_ones() {
         let begun = Instant::now();
         let client = client_at(cluster, &rig.sidecar, &rig.authority.pem());
         rig.cluster.block_on(collect(client, request.into())).unwrap();
-        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
-        assert!(!flood.is_finished(), "the flood was over before");
+        assert!(begun.elapsed() < LONGEST, "{:?}", begun.elapsed());
+        drop(end_of_the_flood);
         let codes = flood.join().unwrap();
         assert!(codes.contains(&Code::Unauthenticated) && codes.contains(&Code::Unavailable));
         assert!(!codes.contains(&Code::Ok));

@@ -49,11 +49,10 @@ impl<'a> Sample<'a> {
         let mut forged = self.token.clone();
         let last = forged.pop().unwrap();
         forged.push(if last == 'a' { 'b' } else { 'a' });
-        let expired = rig.session_for(&[first], Duration::from_secs(2));
+        let expired = rig.session_for(&[first], Duration::from_secs(5));
+        rig.ok(allocated(&expired, "first"));
         let revoked = rig.session_for(&[first], HOUR);
-        for token in [&expired, &revoked] {
-            rig.ok(allocated(token, "first"));
-        }
+        rig.ok(allocated(&revoked, "first"));
         rig.cluster.revoke(&rig.home, &revoked);
         wait_for("the session is over", || rig.ask(allocated(&expired, "first")).is_err());
         wait_for("the session is revoked", || rig.ask(allocated(&revoked, "first")).is_err());
@@ -109,7 +108,9 @@ fn get_allocated_invalid_volume_id_or_snapshot() {
     }
     let first = cluster.wait_until_ready(&rig.namespace, "first");
     cluster.delete_snapshot(&first);
-    wait_for("the sidecar has heard", || rig.ask(sample.of("first")).is_err());
+    wait_for("the sidecar has heard", || {
+        rig.ask(sample.of("first")).is_err_and(|it| it.message().contains("first does not exist"))
+    });
     rig.refused(sample.of("first"), Code::NotFound, "first does not exist");
 }
 
@@ -158,7 +159,10 @@ fn get_delta_invalid_volume_id_base_snapshot_or_target_snapshot() {
     }
     let first = cluster.wait_until_ready(&rig.namespace, "first");
     cluster.delete_snapshot(&first);
-    wait_for("the sidecar has heard", || rig.ask(sample.between("first", "second")).is_err());
+    wait_for("the sidecar has heard", || {
+        let answer = rig.ask(sample.between("first", "second"));
+        answer.is_err_and(|it| it.message().contains("first does not exist"))
+    });
     rig.refused(sample.between("first", "second"), Code::NotFound, "first does not exist");
 }
 

@@ -16,9 +16,9 @@ use support::cluster::sidecar::channel;
 use support::driver::wait_for;
 use support::requests::Metadata;
 
-/// The first stream stalls for 4 s after its second extent.
+/// The first stream stalls for 12 s after its second extent.
 const STALL: [&str; 3] =
-    ["--enable-faults", "--fault", "stream-stall,after=2,for=4s,method=GetAllocated,times=1"];
+    ["--enable-faults", "--fault", "stream-stall,after=2,for=12s,method=GetAllocated,times=1"];
 
 #[test]
 fn a_session_of_another_namespace_or_driver_is_refused() {
@@ -76,7 +76,7 @@ fn a_stream_outlives_its_expired_session() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { driver: &STALL, ..Options::default() });
     rig.write(1, (0..10).map(|number| number * 2));
-    let token = rig.session_for(&[&rig.snapshot("first")], Duration::from_secs(2));
+    let token = rig.session_for(&[&rig.snapshot("first")], Duration::from_secs(5));
     let (answer, took) = stalled(&rig, &token, || {
         wait_for("the end of the session", || {
             rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::Unauthenticated)
@@ -84,7 +84,7 @@ fn a_stream_outlives_its_expired_session() {
         rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
     });
     assert_eq!(answer.extents().len(), 10);
-    assert!(took > Duration::from_secs(3), "{took:?}");
+    assert!(took > Duration::from_secs(11), "{took:?}");
     // The object still exists: it need not be deleted.
     let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
     assert!(cluster.get(&sessions, &token).is_some());
@@ -106,15 +106,20 @@ fn a_revoked_session_refuses_the_next_call() {
     let (answer, took) = stalled(&rig, &token, || {
         cluster.revoke(&rig.home, &token);
         let revoked = Instant::now();
-        // Only the watch's delay, without the time of a cache.
+        let mut longest = Duration::ZERO;
         wait_for("the refusal", || {
-            rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::Unauthenticated)
+            let begun = Instant::now();
+            let refused = rig.ask(allocated(&token, "none")).unwrap_err();
+            longest = longest.max(begun.elapsed());
+            refused.code() == Code::Unauthenticated
         });
-        assert!(revoked.elapsed() < Duration::from_millis(900), "{:?}", revoked.elapsed());
+        // Only the watch's delay, without the time of a cache. On a busy machine, calls take long.
+        let delay = revoked.elapsed().saturating_sub(2 * longest);
+        assert!(delay < Duration::from_millis(900), "{delay:?}, {longest:?}");
         rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
     });
     assert_eq!(answer.extents().len(), 10);
-    assert!(took > Duration::from_secs(3), "{took:?}");
+    assert!(took > Duration::from_secs(11), "{took:?}");
 }
 
 #[test]

@@ -283,10 +283,10 @@ fn an_expired_token_is_refused() {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
     let mut request = rig.allocated("first");
     request.security_token =
-        cluster.resigned(&request.security_token, |claims| claims["exp"] = (now + 4).into());
+        cluster.resigned(&request.security_token, |claims| claims["exp"] = (now + 10).into());
     assert_eq!(rig.extents(request.clone()), []);
     // The cache's TTL is longer than the token's validity.
-    std::thread::sleep(Duration::from_secs(5));
+    std::thread::sleep(Duration::from_secs(11));
     rig.refused(request, Code::Unauthenticated, "security_token");
 }
 

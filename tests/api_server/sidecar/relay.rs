@@ -163,7 +163,7 @@ fn the_clients_deadline_reaches_the_driver() {
     let Some(cluster) = shared() else { return };
     let rig = with_long_delta(cluster, 2_000_000, &[]);
     let mut request = Request::new(rig.delta("first", "second"));
-    request.set_timeout(Duration::from_secs(2));
+    request.set_timeout(Duration::from_secs(6));
     let mut stream = open(&rig, request);
     next(&rig, &mut stream).unwrap().unwrap();
     // The stream is not read until it has ended.
@@ -213,7 +213,7 @@ fn streams_over_the_limit_are_refused() {
 fn a_stream_that_is_not_read_ends_and_can_be_resumed() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
-    let rig = with_long_delta(cluster, count, &["--stall-timeout", "1s"]);
+    let rig = with_long_delta(cluster, count, &["--stall-timeout", "3s"]);
     let mut stream = open(&rig, rig.delta("first", "second"));
     let first = next(&rig, &mut stream).unwrap().unwrap();
     wait_for("the stream has ended", || rig.metric("csi_loopback_sidecar_streams_open ") == 0.0);
@@ -285,7 +285,7 @@ fn a_stalled_client_does_not_block_others() {
 fn termination_drains_streams_until_the_timeout() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
-    let mut rig = with_long_delta(cluster, count, &["--drain-timeout", "8s"]);
+    let mut rig = with_long_delta(cluster, count, &["--drain-timeout", "20s"]);
     let mut reading = open(&rig, rig.delta("first", "second"));
     let mut slow = open(&rig, rig.delta("first", "second"));
     for stream in [&mut reading, &mut slow] {
@@ -306,7 +306,7 @@ fn termination_drains_streams_until_the_timeout() {
     // Resumes reading, but too slowly.
     let end = loop {
         match next(&rig, &mut slow) {
-            Ok(Some(_)) => std::thread::sleep(Duration::from_millis(100)),
+            Ok(Some(_)) => std::thread::sleep(Duration::from_millis(250)),
             Ok(None) => panic!("a slow answer became whole in the grace period"),
             Err(status) => break status,
         }

@@ -158,7 +158,7 @@ pub fn exactly(cluster: &Cluster, table: &[Rights]) {
         let expected = &expand(everywhere) | &expand(there);
         let what = format!("{} in {namespace}", who.user());
         cluster.wait_for(&format!("the rights of {what}"), || {
-            (rights(cluster, who, namespace).len() >= common.len() + expected.len()).then_some(())
+            (rights(cluster, who, namespace).len() == common.len() + expected.len()).then_some(())
         });
         let found = rights(cluster, who, namespace);
         assert_eq!(&found - &common, expected, "{what}");

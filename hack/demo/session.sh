@@ -66,8 +66,8 @@ token=$(kubectl get ssr by-hand -o 'jsonpath={.status.sessionToken}')
 expect wednesday 0
 shell kubectl delete ssr by-hand
 expect wednesday 16
-say "a session of ten seconds expires"
-create_session short 10 monday
+say "a session of thirty seconds expires"
+create_session short 30 monday
 await_state short Ready
 token=$(kubectl get ssr short -o 'jsonpath={.status.sessionToken}')
 expect monday 0

@@ -12,8 +12,9 @@ use tonic::Code;
 
 use crate::harness::{Fault, PodWrite, Scene};
 use crate::snapshots::Mounted;
+use support::container::UNMOUNT_OTHERS;
 use support::driver::*;
-use support::{have_root, path};
+use support::{have_root, owned, path};
 
 /// Runs a process as the first one of a pid namespace, as a container does. Killing it kills the
 /// process.
@@ -26,8 +27,9 @@ struct Guard {
 }
 
 impl Guard {
-    fn start(program: &[&str], socket: &Path) -> Self {
-        let mut line = program.iter().copied().chain([binary(), "--mode", "freeze-guard"]);
+    fn start(program: &[String], socket: &Path) -> Self {
+        let mut line =
+            program.iter().map(String::as_str).chain([binary(), "--mode", "freeze-guard"]);
         let log = socket.with_extension("log");
         let child = Command::new(line.next().unwrap())
             .args(line)
@@ -60,16 +62,16 @@ impl Drop for Guard {
 /// A scene whose driver uses a guard in another process.
 struct Guarded {
     guard: Option<Guard>,
-    program: &'static [&'static str],
+    program: Vec<String>,
     scene: Scene,
 }
 
 impl Guarded {
-    fn start(driver: &[&str], guard: &'static [&'static str]) -> Self {
+    fn start(driver: &[&str], guard: &[&str]) -> Self {
         let flags = ["--freeze-guard", "SCENE/guard.sock"];
         let mut guarded = Self {
             guard: None,
-            program: guard,
+            program: owned(guard),
             scene: Scene::start_by(driver, PoolKind::Image, &flags),
         };
         guarded.start_guard();
@@ -78,7 +80,7 @@ impl Guarded {
 
     fn start_guard(&mut self) {
         let socket = self.scene.place().join("guard.sock");
-        self.guard = Some(Guard::start(self.program, &socket));
+        self.guard = Some(Guard::start(&self.program, &socket));
     }
 }
 
@@ -142,7 +144,9 @@ fn a_guard_thaws_after_a_kill_of_the_drivers_container() {
         "--propagation",
         "private",
     ];
-    let mut guarded = Guarded::start(&CONTAINER, &GUARD);
+    let script = format!("{UNMOUNT_OTHERS}unmount_others; exec \"$@\"");
+    let guard = [&GUARD[..], &["sh", "-c", &script, "sh"]].concat();
+    let mut guarded = Guarded::start(&CONTAINER, &guard);
     // Mounted after the guard's namespace was created, so the guard does not see the mount.
     let volume = Mounted::new(&guarded.scene, "v");
     while_frozen(&mut guarded.scene, &volume, |scene| {
@@ -151,8 +155,10 @@ fn a_guard_thaws_after_a_kill_of_the_drivers_container() {
         scene.driver.wait();
         write.assert_ends();
     });
-    let log = guarded.guard.as_ref().unwrap().log();
-    assert!(log.contains("thawed a filesystem"), "{log}");
+    // It logs after the thaw.
+    wait_for("the thaw is logged", || {
+        guarded.guard.as_ref().unwrap().log().contains("thawed a filesystem")
+    });
     guarded.scene.met();
     guarded.scene.driver.start_again();
     guarded.scene.driver.snapshot("a", &volume.id);

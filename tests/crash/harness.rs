@@ -155,6 +155,10 @@ impl Scene {
 
     /// The fail points met since the plan was set. Clears the plan.
     pub fn met(&self) -> Vec<String> {
+        if self.driver.is_running() {
+            // A start meets its last fail point before this is answered, or ends there.
+            let _ = self.driver.call(csi::ProbeRequest {});
+        }
         self.points.clear();
         self.points.met()
     }

@@ -28,7 +28,7 @@ const DELTA: &str = "method=GetMetadataDelta";
 
 /// Rules that read the same snapshots.
 const SPARSE: &[&str] = &["offset-complete", "resume"];
-const MANY: &[&str] = &["offset-complete", "resume", "small-messages", "concurrent", "deadline"];
+const MANY: &[&str] = &["offset-complete", "resume", "small-messages", "concurrent"];
 
 const MUTANTS: &[Mutant] = &[
     ("both-calls", "unimplemented,DELTA", &[]),
@@ -55,7 +55,7 @@ const MUTANTS: &[Mutant] = &[
     (
         "delta-many",
         "lost-tuple,at=8388608,DELTA,match=-many",
-        &["delta-full", "offset-complete", "resume", "small-messages", "concurrent", "deadline"],
+        &["delta-full", "offset-complete", "resume", "small-messages", "concurrent"],
     ),
     ("delta-full", "lost-tuple,DELTA,match=-full", &[]),
     ("delta-chain", "lost-tuple,DELTA,match=-chain-8", &[]),
@@ -161,6 +161,10 @@ fn each_rule_fails_for_its_mutant_and_no_other() {
     let place = |rule: &str| rules.iter().position(|one| *one == rule);
     let is_judged = |(rule, _, others): &Mutant, id: &str| {
         let own = place(rule).unwrap();
+        // A slow driver is interrupted before the loss, a fast one is not.
+        if id == "deadline" && rule.ends_with("-many") {
+            return false;
+        }
         is_due(own, 4)
             // Reads the snapshot that while-used reads again.
             || (*rule == "while-used" && id == "allocated-changed")

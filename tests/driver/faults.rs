@@ -97,7 +97,7 @@ fn a_slow_snapshot_is_complete() {
 
 #[test]
 fn a_snapshot_becomes_ready_after_the_delay() {
-    with_faults(&["not-ready,for=2s,match=late"], |driver| {
+    with_faults(&["not-ready,for=8s,match=late"], |driver| {
         let volume = driver.volume("v", 16 * MIB, block());
         let request = create_snapshot("late", &volume);
         let made = driver.ok(request.clone()).snapshot.unwrap();
@@ -106,8 +106,7 @@ fn a_snapshot_becomes_ready_after_the_delay() {
         driver.refused(allocated(id), Code::Unavailable, "not ready");
         let restore = from_source("r", Source::Snapshot(id), 0);
         driver.refused(restore.clone(), Code::Unavailable, "not ready");
-        std::thread::sleep(Duration::from_secs(2));
-        assert!(driver.ok(request).snapshot.unwrap().ready_to_use);
+        wait_for("it is ready", || driver.ok(request.clone()).snapshot.unwrap().ready_to_use);
         driver.ok(allocated(id));
         driver.ok(restore);
     });

@@ -31,8 +31,15 @@ fn unpublish(driver: &Driver, volume: &PodVolume) {
     assert!(!volume.target.exists() && !is_mounted(&volume.target));
 }
 
-fn is_attached(device: &str) -> bool {
-    Path::new("/sys/block").join(device).join("loop").exists()
+/// The name of the file on whose device the volume is. The device may soon have another file.
+fn file_of(volume: &PodVolume) -> String {
+    let backing = format!("/sys/block/{}/loop/backing_file", device_at(&volume.target));
+    let file = fs::read_to_string(backing).unwrap();
+    file.trim_end().rsplit_once('/').unwrap().1.to_owned()
+}
+
+fn is_attached(file: &str) -> bool {
+    !loops_named(file).is_empty()
 }
 
 /// Removes what a reboot removes of a volume.
@@ -127,7 +134,7 @@ fn an_inline_volume_in_use_is_removed_after_its_user() {
 fn a_pod_keeps_an_inline_volume_whose_file_was_removed() {
     let Some(mut driver) = driver_with(PoolKind::Reflink, &[]) else { return };
     let volume = published(&driver, "uid");
-    let device = device_at(&volume.target);
+    let file = file_of(&volume);
     for entry in fs::read_dir(driver.data_dir().join("volumes")).unwrap() {
         fs::remove_file(entry.unwrap().path()).unwrap();
     }
@@ -138,7 +145,7 @@ fn a_pod_keeps_an_inline_volume_whose_file_was_removed() {
     let condition = stats.volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("delete the pod"), "{condition:?}");
     unpublish(&driver, &volume);
-    assert!(!is_attached(&device));
+    assert!(!is_attached(&file));
     assert_eq!(in_pool(&mut driver), 0);
 }
 
@@ -178,15 +185,15 @@ fn only_unused_volumes_of_vanished_pods_are_collected() {
     with_driver(|driver| {
         let (gone, used, here) =
             (published(driver, "gone"), published(driver, "used"), published(driver, "here"));
-        let devices = [&gone, &used, &here].map(|volume| device_at(&volume.target));
+        let files = [&gone, &used, &here].map(file_of);
         let user = Elsewhere::new(&used, &driver.scratch().join("elsewhere"));
         driver.kill();
         vanish(&gone);
         vanish(&used);
         driver.start_again();
         // The other mount namespace had a copy of each mount and releases them later.
-        wait_for("an unused volume is removed", || !is_attached(&devices[0]));
-        assert!(is_attached(&devices[1]) && is_attached(&devices[2]));
+        wait_for("an unused volume is removed", || !is_attached(&files[0]));
+        assert!(is_attached(&files[1]) && is_attached(&files[2]));
         // It is complete: a pod that returns finds its content.
         driver.ok(used.publishing(&SMALL));
         assert_eq!(fs::read_to_string(used.file("file")).unwrap(), "used");
@@ -194,7 +201,7 @@ fn only_unused_volumes_of_vanished_pods_are_collected() {
         assert_eq!(fs::read_to_string(here.file("file")).unwrap(), "here");
         drop(user);
         // By a periodic collection, without a restart.
-        wait_for("a volume that is no longer used is removed", || !is_attached(&devices[1]));
+        wait_for("a volume that is no longer used is removed", || !is_attached(&files[1]));
         driver.unpublish(&used.handle, &used.target);
         driver.ok(here.publishing(&SMALL));
         settled(driver, 1);
@@ -211,7 +218,7 @@ fn an_unremovable_inline_volume_blocks_nothing_else() {
         // The stuck one may be first or last in the order of the collection.
         let (before, stuck, after) =
             (published(driver, "a"), published(driver, "b"), published(driver, "c"));
-        let devices = [&before, &stuck, &after].map(|volume| device_at(&volume.target));
+        let files = [&before, &stuck, &after].map(file_of);
         let user = Elsewhere::new(&stuck, &driver.scratch().join("elsewhere"));
         let leaving = unpublishing(&stuck.handle, path(&stuck.target));
         driver.refused(leaving.clone(), Code::Aborted, "still in use");
@@ -219,13 +226,13 @@ fn an_unremovable_inline_volume_blocks_nothing_else() {
         vanish(&before);
         vanish(&after);
         driver.start_again();
-        let others = [&devices[0], &devices[2]];
-        wait_for("the others are gone", || !others.iter().any(|device| is_attached(device)));
-        assert!(is_attached(&devices[1]));
+        let others = [&files[0], &files[2]];
+        wait_for("the others are gone", || !others.iter().any(|file| is_attached(file)));
+        assert!(is_attached(&files[1]));
         let log = driver.log();
         assert!(log.contains("mounted at another path or in another mount namespace"), "{log}");
         drop(user);
-        wait_for("it is removed when possible", || !is_attached(&devices[1]));
+        wait_for("it is removed when possible", || !is_attached(&files[1]));
         // The collection that released it may still process the rest.
         driver.call_patiently(leaving).unwrap();
         settled(driver, 0);

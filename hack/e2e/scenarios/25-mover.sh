@@ -34,7 +34,11 @@ in_mover() { kubectl -n "$namespace" exec "$(mover_pod)" -- sh -c "cd /repositor
 # shellcheck disable=SC2016 # $id is for the shell in the pod
 has_written() { in_mover 'for id in *; do [ -e "$id/manifest" ] || ls "$id/pages"; done 2>/dev/null | grep -q .'; }
 eventually has_written
-discard -n "$namespace" "$(mover_pod)"
+# A fast mover would complete the backup before kubelet ends it.
+mover=$(mover_pod)
+on_node kill -STOP "$(process_of "$namespace" "${mover#pod/}" mover)"
+has_written
+discard -n "$namespace" --force --grace-period=0 "$mover"
 wait $!
 [[ $(<"$again") == *"continued and complete"* ]]
 rm "$again"

@@ -21,14 +21,14 @@ step "rollout"
 quietly kubectl apply --server-side -k "$upgraded"
 rollout csi-loopback statefulset/csi-loopback
 equal "the driver's image" csi-loopback:0.1.0-next "$(image)"
-is_steady
+eventually is_steady
 snapshot upgrade-2 steady
 [[ -n $(extents delta upgrade-1 upgrade-2) ]]
 step "rollout of the first tag"
 quietly kubectl apply --server-side -k "$overlay/base"
 rollout csi-loopback statefulset/csi-loopback
 equal "the driver's image" csi-loopback:0.1.0 "$(image)"
-is_steady
+eventually is_steady
 step "drain"
 # Without eviction: disruption budgets keep one of two replicas on the only node. Pods without a controller end for good.
 quietly kubectl drain node --ignore-daemonsets --delete-emptydir-data --force --disable-eviction --timeout="${patience}s"

@@ -55,8 +55,9 @@ token() { kubectl -n "$1" create token "$2" --audience "$3"; } # token NAMESPACE
 step "two more machines; the snapshot-controller with --enable-distributed-snapshotting"
 mkdir -p "$work"
 start_worker 2 &
+second=$!
 start_worker 3
-wait $!
+wait "$second"
 kubectl get clusterrole snapshot-controller-runner -o json |
     jq '.rules += [{apiGroups: [""], resources: ["nodes"], verbs: ["get", "list", "watch"]}]' | quietly kubectl replace -f -
 change_snapshot_controller '+= ["--enable-distributed-snapshotting"]'

@@ -1,9 +1,10 @@
 //! A repository in a bucket, with a local server.
 
 use std::fs;
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 
+use support::cluster::programs::free_port;
 use support::driver::*;
 use support::{MIB, go_tool, kernel, path};
 
@@ -21,10 +22,7 @@ impl Server {
     /// Starts one; reports if the machine cannot have it.
     pub fn start() -> Option<Self> {
         let program = go_tool("gofakes3")?;
-        // Free now, and nothing else of this test takes a port.
-        let port =
-            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-        let address = format!("127.0.0.1:{port}");
+        let address = format!("127.0.0.1:{}", free_port());
         let child = Command::new(program)
             .args(["-quiet", "-backend", "memory", "-initialbucket", "bucket", "-host", &address])
             .stdout(Stdio::null())

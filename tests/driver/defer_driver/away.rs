@@ -65,10 +65,10 @@ fn a_failed_deferred_publish_can_be_undone() {
 
 #[test]
 fn a_silent_crust_ops_does_not_block_the_driver() {
-    with_rig("200ms", |rig| {
+    with_rig("2s", |rig| {
         let (volume, other) = (rig.staged("a"), rig.staged("b"));
         rig.crust.is(Mood::Silent);
-        let silent = "within 200ms (--crust-timeout)";
+        let silent = "within 2s (--crust-timeout)";
         rig.driver.refused(rig.deferring(&volume), Code::Unavailable, silent);
         rig.assert_not_mounted(&volume);
         rig.driver.refused(rig.deferring(&other), Code::Unavailable, silent);

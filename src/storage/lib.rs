@@ -61,6 +61,8 @@ mod store;
 pub mod sys;
 mod take_snapshot;
 mod target;
+#[cfg(test)]
+mod testing;
 pub mod tracker;
 pub mod units;
 mod volume;

@@ -90,13 +90,13 @@ pub fn unmount_guard(target: &Path) -> Result<()> {
 mod tests {
     use std::fs;
 
+    use super::super::super::testing::have_root;
     use super::super::all_mounts;
     use super::*;
 
     #[test]
     fn root_a_guard_stores_no_data() {
-        if !nix::unistd::geteuid().is_root() {
-            println!("SKIPPED: root_a_guard_stores_no_data: needs root");
+        if !have_root() {
             return;
         }
         let scratch = tempfile::tempdir().unwrap();

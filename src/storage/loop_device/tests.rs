@@ -1,5 +1,6 @@
 use tempfile::TempDir;
 
+use super::super::testing::have_root;
 use super::*;
 
 /// A new file of 1 MiB.
@@ -32,8 +33,7 @@ fn reassigned(first: &File, second: &File) -> LoopDevice {
 
 #[test]
 fn root_a_device_with_another_file_is_not_detached_or_used() {
-    if !nix::unistd::geteuid().is_root() {
-        println!("SKIPPED: root_a_device_with_another_file_is_not_detached_or_used: needs root");
+    if !have_root() {
         return;
     }
     let directory = TempDir::with_prefix("csi-loopback-").unwrap();

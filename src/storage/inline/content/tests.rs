@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::super::super::fail_point::in_tests::fail_after;
+use super::super::super::testing::have_root;
 use super::*;
 
 type Files<'a> = &'a [(&'a str, &'a str)];
@@ -88,10 +89,8 @@ fn the_previous_generation_remains_until_the_next_call() {
 
 #[test]
 fn a_new_file_has_the_group_of_its_volume() {
-    if !nix::unistd::geteuid().is_root() {
-        println!(
-            "SKIPPED: a_new_file_has_the_group_of_its_volume: needs root, to give a directory away"
-        );
+    // To give a directory away.
+    if !have_root() {
         return;
     }
     let volume = volume();

@@ -17,6 +17,7 @@ use super::super::model::{
 };
 use super::super::pool::{self, PoolChoice, PoolKind};
 use super::super::store::now;
+use super::super::testing::have_root;
 use super::super::tracker::{Bitmap, Header, RecordWriter, Style};
 use super::super::units::{BLOCK_SIZE, Block, BlockRange};
 use super::super::{Backend, Config, CreateVolume, Error, check, filesystem, sys};
@@ -202,14 +203,6 @@ fn raw() -> Capability {
 fn mounted(fs_type: FsType) -> Capability {
     let access = Access::Mount { fs_type: Some(fs_type), flags: Vec::new(), group: None };
     Capability { access, mode: AccessMode::SingleNodeWriter }
-}
-
-fn have_root() -> bool {
-    let is_root = nix::unistd::geteuid().is_root();
-    if !is_root {
-        println!("SKIPPED: {}: needs root", std::thread::current().name().unwrap_or_default());
-    }
-    is_root
 }
 
 /// Runs a test on a new pool of each kind that creates and removes files differently.

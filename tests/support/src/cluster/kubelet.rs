@@ -22,8 +22,8 @@ use super::access::shipped;
 use super::programs::{Process, stdout_of};
 use super::{Cluster, NoCluster, await_ready};
 use crate::driver::{
-    Driver, attached_of_pool, binary, loops_named, map, mounts, request_detach_named, stats,
-    wait_for,
+    Driver, PATIENCE, attached_of_pool, binary, loops_named, map, mounts, request_detach_named,
+    stats, wait_for,
 };
 use crate::inline::{self, is_mounted};
 use crate::process::text_of;
@@ -33,9 +33,6 @@ use crate::{REPOSITORY, path};
 const CONTAINER: &str = "main";
 /// The only image of the node.
 const IMAGE: &str = "localhost/busybox:node";
-
-/// Time limit for kubelet to clean up after a failed test.
-const CLEAN_UP: Duration = Duration::from_secs(30);
 
 /// The node of a cluster. Dropping it stops the node.
 pub struct Node {
@@ -434,7 +431,7 @@ impl Drop for NodeRig<'_> {
         if !self.remains().is_empty() && !self.driver.is_running() {
             let _ = self.driver.try_start();
         }
-        let until = Instant::now() + CLEAN_UP;
+        let until = Instant::now() + PATIENCE;
         while !self.remains().is_empty() && Instant::now() < until {
             thread::sleep(Duration::from_millis(50));
         }
@@ -443,7 +440,7 @@ impl Drop for NodeRig<'_> {
             return;
         }
         self.remove_remains();
-        let message = format!("kubelet did not remove {left:?} in {CLEAN_UP:?}");
+        let message = format!("kubelet did not remove {left:?} in {PATIENCE:?}");
         assert!(thread::panicking(), "{message}");
         eprintln!("{message}");
     }

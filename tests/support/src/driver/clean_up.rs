@@ -68,8 +68,9 @@ impl Driver {
             let _ = Command::new("umount").arg(&mount.target).status();
         }
         for InUse::Staged(id, _) | InUse::Published(id, _) in in_use {
-            for device in loops_named(id) {
-                eprintln!("cleaning up: {id} was still attached to {device}");
+            let devices = loops_named(id);
+            if !devices.is_empty() {
+                eprintln!("cleaning up: {id} was still attached to {devices:?}");
                 request_detach_named(id);
             }
         }

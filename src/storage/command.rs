@@ -21,6 +21,11 @@ pub fn run(command: &mut Command) -> Result<()> {
 
 /// Runs a tool that reports success by any of the exit codes `success`.
 pub fn run_with(command: &mut Command, success: &[i32]) -> Result<()> {
+    run_within(DEADLINE, command, success)
+}
+
+/// As [`run_with`], for a tool that may take so long.
+pub fn run_within(limit: Duration, command: &mut Command, success: &[i32]) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let mut child = command
         .stdin(Stdio::null())
@@ -38,7 +43,7 @@ pub fn run_with(command: &mut Command, success: &[i32]) -> Result<()> {
         }
         String::from_utf8_lossy(&text).trim().to_owned()
     });
-    let status = wait(&mut child, &name).inspect_err(|_| {
+    let status = wait(&mut child, &name, limit).inspect_err(|_| {
         // Reap it: no other code waits for it.
         let _ = child.kill();
         let _ = child.wait();
@@ -62,9 +67,9 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-fn wait(child: &mut Child, name: &str) -> Result<ExitStatus> {
+fn wait(child: &mut Child, name: &str, limit: Duration) -> Result<ExitStatus> {
     reach("tool.started")?;
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + limit;
     let mut pause = Duration::from_millis(1);
     loop {
         let waited = child.try_wait().map_err(|e| Error::Failed(format!("{name}: {e}")))?;
@@ -72,7 +77,7 @@ fn wait(child: &mut Child, name: &str) -> Result<ExitStatus> {
             return Ok(status);
         }
         if Instant::now() > deadline {
-            return Err(Error::Failed(format!("{name} took longer than {DEADLINE:?}")));
+            return Err(Error::Failed(format!("{name} took longer than {limit:?}")));
         }
         thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(50));

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::time::Duration;
 
 use tracing::warn;
 
@@ -13,6 +14,9 @@ use super::super::model::FsType;
 use super::grow::Ext4Layout;
 use super::{await_tools, tool};
 
+/// A check of many terabytes takes hours. It blocks only calls for its volume.
+const LIMIT: Duration = Duration::from_secs(12 * 3600);
+
 /// Repairs the filesystem on `device`, which nothing has mounted, if it has recorded errors. Only
 /// the repairs of `e2fsck -p` are made, which need no decision. An interrupted repair is repeated:
 /// the record is cleared last.
@@ -22,7 +26,7 @@ pub fn repair_recorded_errors(fs_type: FsType, device: &Path) -> Result<()> {
     }
     await_tools(device)?;
     // 1: errors were corrected.
-    let repaired = command::run_with(tool("e2fsck", &["-p"]).arg(device), &[0, 1]);
+    let repaired = command::run_within(LIMIT, tool("e2fsck", &["-p"]).arg(device), &[0, 1]);
     repaired.map_err(|error| {
         Error::Failed(format!(
             "the ext4 of the volume has errors that were not repaired ({error}): restore a snapshot, \

@@ -58,7 +58,8 @@ fn calls_without_volumes_behave_as_runc() {
             &["start", "no-such-container"],
             &["state", id],
             &["list"],
-            &["ps", id],
+            // By default it shows the share of the CPU, which changes.
+            &["ps", id, "-o", "pid,ppid,user,args"],
             &["exec", id, "sh", "-c", "cat; echo err >&2; exit 42"],
             &["exec", id, "no-such-program"],
             &[

@@ -94,9 +94,7 @@ fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Resul
     // NodeExpandVolume.
     if !attachment.capability.is_read_only() && attachment.deferred_at().is_none() {
         drop(backing);
-        if filesystem::mounts_of(&device)?.is_empty() {
-            filesystem::repair_recorded_errors(fs_type, device.path())?;
-        }
+        filesystem::repair_recorded_errors(fs_type, &device)?;
         device = growth::at_stage(store, &mut volume, device)?;
     }
     match attachment.mounted {

@@ -1,29 +1,30 @@
 //! Repairing an ext4 that has recorded errors. The kernel mounts it nevertheless, and may then write
 //! to blocks that belong to other files. XFS and btrfs refuse such a mount.
 
-use std::fs::File;
-use std::path::Path;
 use std::time::Duration;
 
 use tracing::warn;
 
 use super::super::command;
-use super::super::error::{Context, Error, Result};
+use super::super::error::{Error, Result};
 use super::super::fail_point::reach;
+use super::super::loop_device::LoopDevice;
 use super::super::model::FsType;
 use super::grow::Ext4Layout;
-use super::{await_tools, tool};
+use super::{await_tools, mounts_of, tool};
 
 /// A check of many terabytes takes hours. It blocks only calls for its volume.
 const LIMIT: Duration = Duration::from_secs(12 * 3600);
 
-/// Repairs the filesystem on `device`, which nothing has mounted, if it has recorded errors. Only
-/// the repairs of `e2fsck -p` are made, which need no decision. An interrupted repair is repeated:
-/// the record is cleared last.
-pub fn repair_recorded_errors(fs_type: FsType, device: &Path) -> Result<()> {
-    if fs_type != FsType::Ext4 || !has_recorded_errors(device)? {
+/// Repairs the filesystem on `device` if it has recorded errors and is not mounted. Only the repairs
+/// of `e2fsck -p` are made, which need no decision. An interrupted repair is repeated: the record is
+/// cleared last.
+pub fn repair_recorded_errors(fs_type: FsType, device: &LoopDevice) -> Result<()> {
+    let has_errors = fs_type == FsType::Ext4 && Ext4Layout::read(&device.open(false)?)?.has_errors;
+    if !has_errors || !mounts_of(device)?.is_empty() {
         return Ok(());
     }
+    let device = device.path();
     await_tools(device)?;
     // 1: errors were corrected.
     let repaired = command::run_within(LIMIT, tool("e2fsck", &["-p"]).arg(device), &[0, 1]);
@@ -35,9 +36,4 @@ pub fn repair_recorded_errors(fs_type: FsType, device: &Path) -> Result<()> {
     })?;
     warn!(device = %device.display(), "repaired an ext4 with recorded errors");
     reach("filesystem.repaired")
-}
-
-fn has_recorded_errors(device: &Path) -> Result<bool> {
-    let opened = File::open(device).context(|| format!("opening {}", device.display()))?;
-    Ok(Ext4Layout::read(&opened)?.has_errors)
 }

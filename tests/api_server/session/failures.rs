@@ -7,25 +7,28 @@ use support::cluster::shared;
 
 use super::rig::{Options, Rig, reason_of};
 
-/// Requests for these snapshots fail for this reason, with these words in the error, once the
-/// manager's watches have reported what the test has changed.
+/// A request for these snapshots fails for this reason, with these words in its error.
 #[track_caller]
 fn fails(rig: &Rig<'_>, snapshots: &[&str], reason: &str, words: &[&str]) {
-    let error = rig.cluster.wait_for(reason, || {
-        let name = rig.cluster.unique("backup");
-        rig.request(&name, snapshots);
-        let ended = rig.ended(&name);
-        let status = ended.status.as_ref().unwrap();
-        if reason_of(&ended) == reason {
-            assert_eq!((&status.session_token, &status.address), (&None, &None));
-            return status.error.clone();
-        }
-        rig.cluster.delete(&rig.requests(), &name);
-        rig.wait_until_gone(&name);
-        None
-    });
+    let name = rig.cluster.unique("backup");
+    rig.request(&name, snapshots);
+    let error = rig.fails(&name, reason);
     assert!(words.iter().all(|word| error.contains(word)), "{reason}: {words:?}: {error}");
     assert!(rig.data().is_empty(), "{reason}");
+}
+
+/// As [`fails`], once the manager's watches have reported what the test has just changed.
+#[track_caller]
+fn comes_to_fail(rig: &Rig<'_>, snapshots: &[&str], reason: &str, words: &[&str]) {
+    rig.cluster.wait_for(reason, || {
+        let name = rig.cluster.unique("probe");
+        rig.request(&name, snapshots);
+        let found = reason_of(&rig.ended(&name)) == reason;
+        rig.cluster.delete(&rig.requests(), &name);
+        rig.wait_until_gone(&name);
+        found.then_some(())
+    });
+    fails(rig, snapshots, reason, words);
 }
 
 #[test]
@@ -50,7 +53,7 @@ fn an_unusable_snapshot_fails_the_request() {
     let none = json!({ "metadata": { "finalizers": null } });
     cluster.merge(&rig.snapshots(), "monday", &finalizers);
     cluster.delete(&rig.snapshots(), "monday");
-    fails(&rig, &["monday"], "SnapshotDeleting", &["monday"]);
+    comes_to_fail(&rig, &["monday"], "SnapshotDeleting", &["monday"]);
     cluster.merge(&rig.snapshots(), "monday", &none);
 
     let tuesday = rig.snapshot("tuesday");
@@ -58,7 +61,7 @@ fn an_unusable_snapshot_fails_the_request() {
     let content = tuesday.ready_content().unwrap();
     cluster.merge(&contents, content, &none);
     cluster.delete(&contents, content);
-    fails(&rig, &["tuesday"], "ContentMissing", &[content]);
+    comes_to_fail(&rig, &["tuesday"], "ContentMissing", &[content]);
 }
 
 #[test]
@@ -77,9 +80,9 @@ fn an_unusable_configuration_fails_the_request() {
     rig.configure(&rogue, &rig.driver, "default");
     fails(&rig, &["monday"], "ConfigurationMisnamed", &[&rogue]);
     rig.configure(&rig.driver, &rig.driver, "no-such-namespace");
-    fails(&rig, &["monday"], "SeveralConfigurations", &[&rogue]);
+    comes_to_fail(&rig, &["monday"], "SeveralConfigurations", &[&rogue]);
     cluster.delete(&configurations, &rogue);
-    fails(&rig, &["monday"], "NamespaceMissing", &["no-such-namespace"]);
+    comes_to_fail(&rig, &["monday"], "NamespaceMissing", &["no-such-namespace"]);
 }
 
 #[test]
